@@ -1,0 +1,1 @@
+"""What runs as a Ray actor, and the handle side of it."""

@@ -1,0 +1,1 @@
+"""Benchmarks: `ucm-ray bench NAME`; every module here is one."""

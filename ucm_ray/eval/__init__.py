@@ -1,0 +1,1 @@
+"""Evaluations: `ucm-ray eval NAME`; every module here is one."""

@@ -1,0 +1,1 @@
+"""The service: application builder, router, HTTP API, receipts, playground."""
