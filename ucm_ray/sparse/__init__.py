@@ -1,0 +1,6 @@
+"""Sparse attention over paged KV: what a decoding request reads, chosen layer by layer. Imports neither vLLM nor Ray."""
+
+from ucm_ray.sparse.base import UcmSparseBase, UcmSparseRole
+from ucm_ray.sparse.factory import UcmSparseFactory
+
+__all__ = ["UcmSparseBase", "UcmSparseFactory", "UcmSparseRole"]
