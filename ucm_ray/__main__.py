@@ -1,0 +1,3 @@
+from ucm_ray.cli import main
+
+main()
