@@ -59,6 +59,7 @@ class ChunkMeta:
     head_dim: int
     dtype: str
     context: str = "request"
+    context_key: str = ""  # `keys.context_key` of the tokens that stood before it, empty if unknown
     rank: int = 0
     world_size: int = 1
     created_s: float = field(default_factory=time.time)
