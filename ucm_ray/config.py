@@ -62,7 +62,7 @@ class EngineSettings(_Section):
     max_num_batched_tokens: int = Field(default=2048, ge=32)
     tensor_parallel_size: int = Field(default=1, ge=1)
     gpu_memory_utilization: float = Field(default=0.85, gt=0.0, le=1.0)
-    cpu_kv_cache_bytes: Bytes = 2 * 2**30
+    cpu_kv_cache_gib: int = Field(default=2, ge=1)
     cpu_threads: str = Field(default="auto", description="VLLM_CPU_OMP_THREADS_BIND")
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
@@ -237,6 +237,11 @@ def parse_settings(raw: Mapping[str, Any], where: str = "configuration") -> Sett
     return _validate(Settings, _fold_blocks(dict(raw), where), where)
 
 
+def connector_settings(extra_config: Mapping[str, Any] | None) -> Settings:
+    """Settings out of a `kv_connector_extra_config` alone, as vLLM hands it to the connector. Raises `ConfigError`."""
+    return parse_settings({"kv_connector_extra_config": dict(extra_config or {})}, "kv_transfer_config")
+
+
 def parse_controls(raw: Any, where: str = 'kv_transfer_params["ucm"]') -> RequestControls:
     """Validate the controls of one request. Raises `ConfigError`."""
     if raw is None:
@@ -281,14 +286,14 @@ def _fold_blocks(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if module not in (CONNECTOR_MODULE, CONNECTOR_MODULE.replace("ucm_ray.", "ucm.")):
         raise ConfigError(f"{where}: kv_connector_module_path: found {module!r}, expected {CONNECTOR_MODULE!r}")
     for key, value in _mapping(raw.pop("kv_connector_extra_config", None), "kv_connector_extra_config", where).items():
-        if key == "ucm_sparse_config":
+        if key in ("ucm_sparse_config", "retrieval"):
             raw[key] = value
         elif key in StoreSettings.model_fields:
             _merge(raw, "store", {key: value}, f"kv_connector_extra_config.{key}", where)
         elif key in BlendSettings.model_fields:
             _merge(raw, "blend", {key: value}, f"kv_connector_extra_config.{key}", where)
         else:
-            known = [*StoreSettings.model_fields, *BlendSettings.model_fields, "ucm_sparse_config"]
+            known = [*StoreSettings.model_fields, *BlendSettings.model_fields, "ucm_sparse_config", "retrieval"]
             raise ConfigError(f"{where}: kv_connector_extra_config.{_unknown(key, value, known)}")
     for key, value in _mapping(raw.pop("ucm_sparse_config", None), "ucm_sparse_config", where).items():
         if key != "ESA":

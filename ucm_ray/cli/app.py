@@ -112,10 +112,11 @@ def version() -> None:
 def main() -> None:
     """Entry point: a mistake of configuration or set-up is one sentence and exit code 2, never a traceback."""
     from ucm_ray.config import ConfigError
+    from ucm_ray.doctor import SetUpError
     from ucm_ray.models import ModelError
 
     try:
         app()
-    except (ConfigError, ModelError) as error:
+    except (ConfigError, ModelError, SetUpError) as error:
         typer.echo(f"ucm-ray: {error}", err=True)
         raise SystemExit(2) from None
