@@ -14,6 +14,8 @@ from threading import Lock
 import numpy as np
 import torch
 
+from ucm_ray.config import ConfigError
+
 logger = logging.getLogger("ucm_ray.store")
 
 DTYPES: dict[str, torch.dtype] = {
@@ -23,6 +25,11 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 _HEX = re.compile(r"[0-9a-f]{4,128}")
+
+
+class StoreError(ConfigError):
+    """A store that cannot be built as asked: an unknown stage, a folder that cannot be written."""
+
 
 StoredChunk = tuple["ChunkMeta", torch.Tensor]
 
@@ -66,6 +73,8 @@ class ChunkMeta:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", np.ascontiguousarray(self.token_ids, dtype=np.int32))
+        for name in ("source_position", "num_layers", "num_kv_heads", "head_dim", "rank", "world_size"):
+            object.__setattr__(self, name, int(getattr(self, name)))
         for name in ("key", "namespace"):
             if not is_hex_name(getattr(self, name)):
                 raise ValueError(f"{name} of a chunk is {getattr(self, name)!r}, expected 4 to 128 hexadecimal digits")

@@ -1,0 +1,255 @@
+"""A folder of chunk files that several processes read, write and evict from at the same time.
+
+    <root>/<namespace>/<key[:2]>/<key>.<rank>of<world_size>.kv      chunks
+    <root>/.store/usage, evict.lock, *.pins                         what the processes share
+
+No process owns the folder: any file may vanish at any moment, which is never an error. A chunk's files of all ranks are
+one unit: they are counted, evicted and discarded together, since one rank's file is useless without the others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+from ucm_ray.store.base import StoreError, is_hex_name
+from ucm_ray.store.pins import Pin, Pins
+
+logger = logging.getLogger("ucm_ray.store")
+
+_CHUNK_FILE = re.compile(r"([0-9a-f]+)\.(\d+)of(\d+)\.kv")
+_STALE_TEMPORARY_S = 600.0
+# evicting somewhat more than asked for saves the next saves the same walk
+_SPARE = 0.05
+_COUNTER_BYTES = 8
+
+
+class ChunkFiles(NamedTuple):
+    namespace: str
+    key: str
+    paths: list[str]  # one per rank
+    num_bytes: int
+    last_use_s: float
+
+
+class SharedFolder:
+    """Paths, size, LRU order, pins and eviction of one root.
+
+    Raises StoreError if `root` cannot be created or written.
+    """
+
+    def __init__(self, root: str | Path, capacity_bytes: int, world_size: int = 1) -> None:
+        self.root = Path(root).expanduser()
+        self.capacity_bytes = capacity_bytes
+        self.world_size = world_size
+        self._control = self.root / ".store"
+        self._prepare()
+        self.pins = Pins(self._control)
+        self._candidates: deque[ChunkFiles] = deque()
+        self._counted = False
+        self._evict_lock = Lock()
+
+    def _prepare(self) -> None:
+        try:
+            self._control.mkdir(parents=True, exist_ok=True)
+            probe = self._control / f"probe-{uuid.uuid4().hex}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise StoreError(f"storage_backends: {self.root} cannot be written ({error.strerror}), expected a folder "
+                             "this process may create files in") from None
+
+    # paths
+
+    def path(self, namespace: str, key: str, rank: int) -> str:
+        return f"{self.root}/{namespace}/{key[:2]}/{key}.{rank}of{self.world_size}.kv"
+
+    def paths(self, namespace: str, key: str) -> list[str]:
+        return [self.path(namespace, key, rank) for rank in range(self.world_size)]
+
+    def temporary_path(self, path: str) -> str:
+        """A name in the same folder that no other writer uses; the folder is created."""
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return f"{path}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex}.tmp"
+
+    def namespaces(self) -> list[str]:
+        return sorted(name for name in _names(self.root) if is_hex_name(name))
+
+    def walk(self, namespace: str | None = None) -> Iterator[ChunkFiles]:
+        """All chunks whose file names fit, of any world size; left-over temporary files are removed on the way."""
+        for space in self.namespaces() if namespace is None else [namespace]:
+            for shelf in _names(self.root / space):
+                yield from self._walk_shelf(space, self.root / space / shelf)
+
+    def _walk_shelf(self, namespace: str, folder: Path) -> Iterator[ChunkFiles]:
+        found: dict[tuple[str, str], list[tuple[str, int, float]]] = {}
+        try:
+            entries = list(os.scandir(folder))
+        except OSError:
+            return
+        for entry in entries:
+            try:
+                status = entry.stat()
+            except OSError:
+                continue
+            match = _CHUNK_FILE.fullmatch(entry.name)
+            if match:
+                found.setdefault((match[1], match[3]), []).append((entry.path, status.st_size, status.st_mtime))
+            elif entry.name.endswith(".tmp") and time.time() - status.st_mtime > _STALE_TEMPORARY_S:
+                remove_file(entry.path)
+        for (key, _), files in found.items():
+            paths, sizes, times = zip(*files, strict=True)
+            yield ChunkFiles(namespace, key, list(paths), sum(sizes), max(times))
+
+    # size: one counter for all processes, corrected by every walk over the whole folder
+
+    @contextmanager
+    def _counter(self) -> Iterator[int]:
+        # the folder may have been removed under a running engine
+        self._control.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self._control / "usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield handle
+        finally:
+            os.close(handle)
+
+    def used_bytes(self) -> int:
+        with self._counter() as handle:
+            data = os.pread(handle, _COUNTER_BYTES, 0)
+        return int.from_bytes(data, "little", signed=True) if len(data) == _COUNTER_BYTES else self.recount()
+
+    def add_used(self, num_bytes: int) -> None:
+        with self._counter() as handle:
+            data = os.pread(handle, _COUNTER_BYTES, 0)
+            if len(data) == _COUNTER_BYTES:
+                used = max(0, int.from_bytes(data, "little", signed=True) + num_bytes)
+                os.pwrite(handle, used.to_bytes(_COUNTER_BYTES, "little", signed=True), 0)
+
+    def recount(self) -> int:
+        """Walk the folder: set the shared counter and the order of eviction to what is there."""
+        chunks = sorted(self.walk(), key=lambda chunk: chunk.last_use_s)
+        self._candidates = deque(chunks)
+        self._counted = True
+        used = sum(chunk.num_bytes for chunk in chunks)
+        with self._counter() as handle:
+            os.pwrite(handle, used.to_bytes(_COUNTER_BYTES, "little", signed=True), 0)
+        return used
+
+    # eviction
+
+    def make_room(self, num_bytes: int) -> tuple[bool, list[Pin]]:
+        """Evict least recently used chunks until `num_bytes` more fit; False if pins or the capacity forbid it."""
+        if num_bytes > self.capacity_bytes:
+            return False, []
+        if not self._counted:
+            # a process that was killed may have left the counter wrong
+            self.recount()
+        if self._excess(num_bytes) <= 0:
+            return True, []
+        gone: list[Pin] = []
+        spare = int(self.capacity_bytes * _SPARE)
+        with self._evicting():
+            # first in the order of the last walk, as long as it lasts: a walk looks at every file
+            for walk in (False, True):
+                if walk:
+                    self.recount()
+                excess = self._excess(num_bytes)
+                if excess <= 0:
+                    break
+                gone += self._evict(excess + spare)[1]
+            return self._excess(num_bytes) <= 0, gone
+
+    def _excess(self, num_bytes: int) -> int:
+        return self.used_bytes() + num_bytes - self.capacity_bytes
+
+    def free_disk(self, num_bytes: int) -> list[Pin]:
+        """Evict about `num_bytes`, whatever the capacity, because the disk is full."""
+        with self._evicting():
+            freed, gone = self._evict(num_bytes)
+            if freed < num_bytes:
+                self.recount()
+                gone += self._evict(num_bytes - freed)[1]
+            return gone
+
+    @contextmanager
+    def _evicting(self) -> Iterator[None]:
+        """One evictor at a time in all processes, or two would evict twice as much as needed."""
+        with self._evict_lock, open(self._control / "evict.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _evict(self, num_bytes: int) -> tuple[int, list[Pin]]:
+        """Remove chunks in the remembered order until `num_bytes` are free. Returns the bytes freed, and whose."""
+        pinned = self.pins.all()
+        freed, gone = 0, []
+        while self._candidates and freed < num_bytes:
+            chunk = self._candidates.popleft()
+            if (chunk.namespace, chunk.key) in pinned or _last_use(chunk.paths) > chunk.last_use_s:
+                continue
+            removed = remove_files(chunk.paths)
+            if removed:
+                freed += removed
+                gone.append((chunk.namespace, chunk.key))
+        self.add_used(-freed)
+        return freed, gone
+
+    def remove(self, namespace: str, key: str) -> bool:
+        """Remove a chunk's files of all ranks. False if none was here."""
+        removed = remove_files(self.paths(namespace, key))
+        if removed:
+            self.add_used(-removed)
+        return removed > 0
+
+    def close(self) -> None:
+        self.pins.close()
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _last_use(paths: list[str]) -> float:
+    latest = 0.0
+    for path in paths:
+        try:
+            latest = max(latest, os.stat(path).st_mtime)
+        except OSError:
+            continue
+    return latest
+
+
+def remove_files(paths: list[str]) -> int:
+    """Remove files, those that are still here. Returns the bytes that were freed."""
+    return sum(remove_file(path) for path in paths)
+
+
+def remove_file(path: str) -> int:
+    num_bytes = file_bytes(path)
+    try:
+        os.unlink(path)
+    except OSError:
+        return 0
+    return num_bytes
+
+
+def file_bytes(path: str) -> int:
+    """Size of a file, 0 if it is not here."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
