@@ -1,0 +1,320 @@
+"""Finds stored chunks in a prompt, wherever they stand.
+
+How it works, and why so:
+1. A rolling hash of every window of `anchor_tokens` tokens of the prompt is looked up among the anchors of the index,
+   which are the non-overlapping windows of stored chunks. So the index holds one anchor for 16 tokens instead of 16, and
+   text is still found at any offset, since the prompt's side looks at every offset. A bitmap answers nearly all
+   look-ups that find nothing.
+2. A hit says where a whole stored chunk would lie in the prompt. Every such placement is compared token by token, all of
+   them in one vectorised comparison: hashes never decide, and collisions only cost time.
+3. Placements grow to both sides through the neighbours of the chunk in its source, without any hash, for the pieces
+   that contain no whole anchor (ends of runs, chunks shorter than an anchor, edited text).
+4. Placements of one source at one distance from their old positions form a line; maximal stretches of agreeing tokens
+   on it are candidates. A chunk that agrees in at least `min_match_ratio` of its tokens is taken whole, its differing
+   tokens marked; in others only the agreeing stretches count. A one-token insertion gives two stretches one token apart.
+5. The longest candidate wins, the others are cut to what is left, and so on.
+
+All steps over tokens are numpy; Python loops over matched chunks only. Numba would save perhaps half of the time, at the
+price of seconds of compilation in the scheduler's process. Text that repeats itself with a period of at most an anchor
+matches itself at every offset: there only every n-th offset is looked at, which the growing in step 2 and 3 makes good.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from ucm_ray.blend.chunk import Chunk, ChunkRecord, ChunkType
+from ucm_ray.blend.index import ChunkIndex
+from ucm_ray.blend.rolling_hash import tags_of, window_hashes
+
+_SAME_ANCHOR_LIMIT = 16
+"""Stored chunks tried for one anchor's text. Boilerplate may be stored in thousands of chunks; the right one among them
+is found by its other anchors, or as the neighbour of a chunk that is."""
+
+
+class _Placements(NamedTuple):
+    """Stored chunks laid over the prompt, compared token by token. Sorted by source, delta and position.
+
+    For each placement: row, start (prompt position of the chunk's token 0, may be negative), low and high (part of the
+    chunk inside the prompt), first (index of its first token among all compared tokens). For each compared token
+    (chunk after chunk): agree, and taken (agree, or in a chunk that is taken whole).
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    first: np.ndarray
+    agree: np.ndarray
+    taken: np.ndarray
+
+
+class _Candidates(NamedTuple):
+    """Stretches [start, end) of the prompt, and the index of their first token among the compared ones."""
+
+    start: np.ndarray
+    end: np.ndarray
+    first: np.ndarray
+    moved: np.ndarray
+    """bool: at another position than when stored"""
+
+
+class ChunkAnalyzer:
+    """Cuts a prompt into stored and unknown spans."""
+
+    def __init__(self, chunk_size: int = 64, min_match_ratio: float = 0.8, anchor_tokens: int = 16):
+        """`anchor_tokens`: shortest text that is found; anchors of the index must have the same length.
+
+        `chunk_size` only bounds anchors (a chunk without a whole anchor is found through its neighbours only).
+        """
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size: found {chunk_size}, expected at least 1")
+        if not 0 < min_match_ratio <= 1:
+            raise ValueError(f"min_match_ratio: found {min_match_ratio}, expected a number above 0, at most 1")
+        if anchor_tokens < 1:
+            raise ValueError(f"anchor_tokens: found {anchor_tokens}, expected at least 1")
+        self.chunk_size = chunk_size
+        self.min_match_ratio = min_match_ratio
+        self.anchor_tokens = min(anchor_tokens, chunk_size)
+
+    def analyze(self, token_ids, index: ChunkIndex | Iterable[ChunkRecord]) -> list[Chunk]:
+        """Chunks that are sorted, disjoint and cover [0, len(token_ids)).
+
+        `index` may also be any iterable of stored chunks (the seed's cached blocks): a small index is then made of them.
+        """
+        tokens = np.ascontiguousarray(token_ids, np.int32)
+        if tokens.ndim != 1:
+            raise ValueError(f"token ids must have one dimension, found shape {tokens.shape}")
+        if not isinstance(index, ChunkIndex):
+            records, index = index, ChunkIndex(self.anchor_tokens)
+            index.add(records)
+        if index.anchor_tokens != self.anchor_tokens:
+            raise ValueError(f"anchor_tokens: the index has {index.anchor_tokens}, the analyzer {self.anchor_tokens}")
+        state = index.snapshot()
+        rows, starts = self._find(tokens, state)
+        if rows.size == 0:
+            return _with_gaps([], len(tokens))
+        placements = self._grow(tokens, state, rows, starts)
+        candidates = self._stretches(state, placements)
+        picks = _longest_first(candidates, self.anchor_tokens)
+        return _with_gaps(self._chunks(state, placements, candidates, picks), len(tokens))
+
+    def _find(self, tokens: np.ndarray, state) -> tuple[np.ndarray, np.ndarray]:
+        """Placements that an anchor hints at, each once: (row, start) int64."""
+        tags = tags_of(window_hashes(tokens, self.anchor_tokens))
+        positions, cells = state.anchors.find(tags)
+        if positions.size == 0:
+            return positions, positions
+        hot = positions.size > 4096 and positions.size * 4 > tags.size
+        if hot:
+            kept = ~_repetitive(tags, self.anchor_tokens)[positions] | (positions % self.anchor_tokens == 0)
+            positions, cells = positions[kept], cells[kept]
+        positions, cells = state.anchors.with_same(positions, cells, _SAME_ANCHOR_LIMIT // 4 if hot else _SAME_ANCHOR_LIMIT)
+        rows = state.rows_of_cells(cells)
+        alive = state.alive.take(rows)
+        rows, positions, cells = rows[alive], positions[alive], cells[alive]
+        starts = positions - (cells - state.row_cell.take(rows)).astype(np.int64) * self.anchor_tokens
+        return _unique_pairs(rows, starts)
+
+    def _grow(self, tokens: np.ndarray, state, rows: np.ndarray, starts: np.ndarray) -> _Placements:
+        """Adds neighbours of placements whose outermost token is taken, until there are none."""
+        placements = self._compare(tokens, state, rows, starts)
+        while True:
+            new_rows, new_starts = self._neighbours(state, placements, len(tokens))
+            if new_rows.size == 0:
+                return placements
+            rows = np.concatenate((placements.rows, new_rows))
+            starts = np.concatenate((placements.starts, new_starts))
+            rows, starts = _unique_pairs(rows, starts)
+            if rows.size == placements.rows.size:
+                return placements
+            placements = self._compare(tokens, state, rows, starts)
+
+    def _compare(self, tokens: np.ndarray, state, rows: np.ndarray, starts: np.ndarray) -> _Placements:
+        position = state.row_position.take(rows)
+        order = np.lexsort((position, starts - position, state.row_source.take(rows)))
+        rows, starts = rows[order], starts[order]
+        length = state.row_length.take(rows).astype(np.int64)
+        low = np.maximum(-starts, 0)
+        high = np.minimum(length, len(tokens) - starts)
+        count = high - low
+        first = np.cumsum(count) - count
+        within = np.arange(int(count.sum()))
+        in_prompt = within + np.repeat(starts + low - first, count)
+        in_pool = within + np.repeat(state.row_cell.take(rows) * np.int64(self.anchor_tokens) + low - first, count)
+        agree = tokens.take(in_prompt) == state.pool.take(in_pool)
+        agreeing = np.add.reduceat(agree, first, dtype=np.int64)
+        whole = agreeing >= self.min_match_ratio * count - 1e-9
+        taken = agree | np.repeat(whole, count)
+        return _Placements(rows, starts, low, high, first, agree, taken)
+
+    def _neighbours(self, state, placed: _Placements, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Placements next to the given ones that are not among them yet."""
+        length = state.row_length.take(placed.rows)
+        last = placed.first + (placed.high - placed.low) - 1
+        follows = self._follows(state, placed)
+        right = (placed.high == length) & (placed.starts + length < num_tokens) & placed.taken[last]
+        right[:-1] &= ~follows[1:]
+        left = (placed.low == 0) & (placed.starts > 0) & placed.taken[placed.first] & ~follows
+        new_rows, new_starts = [], []
+        right, left = np.flatnonzero(right), np.flatnonzero(left)
+        if right.size:
+            indices, found = state.neighbours(placed.rows[right], right=True)
+            new_rows.append(found)
+            new_starts.append(placed.starts[right][indices] + length[right][indices])
+        if left.size:
+            indices, found = state.neighbours(placed.rows[left], right=False)
+            new_rows.append(found)
+            new_starts.append(placed.starts[left][indices] - state.row_length.take(found))
+        if not new_rows:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return np.concatenate(new_rows), np.concatenate(new_starts)
+
+    def _follows(self, state, placed: _Placements) -> np.ndarray:
+        """bool [placements]: continues the placement before it, on the same line."""
+        position = state.row_position.take(placed.rows)
+        source = state.row_source.take(placed.rows)
+        delta = placed.starts - position
+        follows = np.zeros(placed.rows.size, bool)
+        ends = placed.starts + placed.high
+        follows[1:] = (
+            (source[1:] == source[:-1]) & (delta[1:] == delta[:-1]) & (placed.starts[1:] + placed.low[1:] == ends[:-1])
+        )
+        return follows
+
+    def _stretches(self, state, placed: _Placements) -> _Candidates:
+        """Maximal taken stretches with at least one agreeing anchor, trimmed to agreeing tokens at both ends."""
+        begins = placed.taken.copy()
+        begins[1:] &= ~placed.taken[:-1]
+        breaks = placed.first[~self._follows(state, placed)]
+        begins[breaks] = placed.taken[breaks]
+        begin = np.flatnonzero(begins)
+        # A stretch ends before the next begin at a token that is taken; so count taken tokens between.
+        taken_before = np.concatenate(([0], np.cumsum(placed.taken)))
+        end = begin + np.diff(np.append(taken_before[begin], taken_before[-1]))
+        agreeing = np.flatnonzero(placed.agree)
+        begin = agreeing[np.searchsorted(agreeing, begin)]
+        end = agreeing[np.searchsorted(agreeing, end) - 1] + 1
+        anchors = self._agreeing_anchors(placed)
+        sound = np.searchsorted(anchors, end - self.anchor_tokens, "right") > np.searchsorted(anchors, begin)
+        begin, end = begin[sound], end[sound]
+        row = np.searchsorted(placed.first, begin, "right") - 1
+        start = placed.starts[row] + placed.low[row] + begin - placed.first[row]
+        moved = placed.starts[row] != state.row_position.take(placed.rows[row])
+        return _Candidates(start, start + end - begin, begin, moved)
+
+    def _agreeing_anchors(self, placed: _Placements) -> np.ndarray:
+        """Indices, among the compared tokens, where a stored anchor begins all of whose tokens agree. Sorted."""
+        size = self.anchor_tokens
+        skipped = -placed.low % size
+        count = np.maximum(placed.high - placed.low - skipped, 0) // size
+        begin = np.repeat(placed.first + skipped, count) + size * (
+            np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        )
+        before = np.concatenate(([0], np.cumsum(placed.agree)))
+        return begin[before[begin + size] - before[begin] == size]
+
+    def _chunks(self, state, placed: _Placements, candidates: _Candidates, picks) -> list[Chunk]:
+        """Picked stretches as chunks, one for each stored chunk they touch. Sorted."""
+        chunks: list[Chunk] = []
+        different = np.flatnonzero(~placed.agree)
+        first_list = placed.first
+        for start, end, which in picks:
+            offset = int(candidates.first[which]) - int(candidates.start[which])
+            begin, stop = start + offset, end + offset
+            row_from = int(np.searchsorted(first_list, begin, "right")) - 1
+            row_to = int(np.searchsorted(first_list, stop, "left"))
+            mismatches = different[np.searchsorted(different, begin) : np.searchsorted(different, stop)].tolist()
+            for placement in range(row_from, row_to):
+                chunks.extend(self._chunk(state, placed, placement, begin, stop, offset, mismatches))
+        return chunks
+
+    def _chunk(self, state, placed: _Placements, placement: int, begin: int, stop: int, offset: int, mismatches):
+        """The part of [begin, stop) (compared tokens) that lies in one placement."""
+        row = int(placed.rows[placement])
+        first = int(placed.first[placement])
+        low = int(placed.low[placement])
+        begin = max(begin, first)
+        stop = min(stop, first + int(placed.high[placement]) - low)
+        inside = mismatches[bisect_left(mismatches, begin) : bisect_left(mismatches, stop)] if mismatches else ()
+        if not inside:
+            spans = ((begin, stop, ChunkType.FULL_MATCH, ()),)
+        elif stop - begin - len(inside) >= self.min_match_ratio * (stop - begin) - 1e-9:
+            spans = ((begin, stop, ChunkType.PARTIAL_MATCH, tuple(index - offset for index in inside)),)
+        else:
+            # What was cut off was the better part: keep the agreeing stretches.
+            borders = [begin - 1, *inside, stop]
+            spans = tuple((left + 1, right, ChunkType.FULL_MATCH, ()) for left, right in zip(borders, borders[1:])
+                          if left + 1 < right)
+        key, source = state.key(row), state.source_name(int(state.row_source[row]))
+        position, context = int(state.row_position[row]), state.context(row)
+        for left, right, kind, differing in spans:
+            inner = left - first + low
+            yield Chunk(left - offset, right - offset, kind, key, position + inner, inner, source, differing, context)
+
+
+def _repetitive(tags: np.ndarray, window: int) -> np.ndarray:
+    """bool: the same window of text stood a few tokens (at most a window) earlier."""
+    repeated = np.zeros(tags.size, bool)
+    for period in range(1, min(window, tags.size - 1) + 1):
+        repeated[period:] |= tags[period:] == tags[:-period]
+    return repeated
+
+
+def _unique_pairs(rows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct (row, start) pairs. Starts fit in 32 bits, rows in 31."""
+    packed = np.unique((rows.astype(np.int64) << 32) + (starts + (1 << 31)))
+    return packed >> 32, (packed & 0xFFFFFFFF) - (1 << 31)
+
+
+def _longest_first(candidates: _Candidates, min_tokens: int) -> list[tuple[int, int, int]]:
+    """Disjoint (start, end, candidate), sorted: the longest candidate, then the longest of what is left, and so on.
+
+    Ties: text at its old position first, then the earlier. Pieces shorter than `min_tokens` are dropped.
+    """
+    order = np.lexsort((candidates.moved, -candidates.end, candidates.start))
+    start, end = candidates.start[order], candidates.end[order]
+    # A stretch inside another never adds anything: the other one is cut no more than it.
+    useful = np.ones(order.size, bool)
+    useful[1:] = end[1:] > np.maximum.accumulate(end)[:-1]
+    order = order[useful]
+    start, end = start[useful].tolist(), end[useful].tolist()
+    which, moved = order.tolist(), candidates.moved[order].tolist()
+    if all(right <= left for right, left in zip(end, start[1:])):
+        return list(zip(start, end, which))
+    heap = [(left - right, far, left, right, number) for left, right, far, number in zip(start, end, moved, which)]
+    heapify(heap)
+    starts: list[int] = []
+    ends: list[int] = []
+    picks: list[tuple[int, int, int]] = []
+    while heap:
+        _, far, left, right, number = heappop(heap)
+        # Picked spans that overlap [left, right) are numbers low to high - 1.
+        low, high = bisect_right(ends, left), bisect_left(starts, right)
+        if low == high:
+            starts.insert(low, left)
+            ends.insert(low, right)
+            picks.append((left, right, number))
+            continue
+        borders = [left, *(border for span in zip(starts[low:high], ends[low:high]) for border in span), right]
+        for free_left, free_right in zip(borders[::2], borders[1::2]):
+            if free_right - free_left >= min_tokens:
+                heappush(heap, (free_left - free_right, far, free_left, free_right, number))
+    return sorted(picks)
+
+
+def _with_gaps(chunks: list[Chunk], num_tokens: int) -> list[Chunk]:
+    result, position = [], 0
+    for chunk in chunks:
+        if position < chunk.start_idx:
+            result.append(Chunk(position, chunk.start_idx, ChunkType.NO_MATCH))
+        result.append(chunk)
+        position = chunk.end_idx
+    if position < num_tokens:
+        result.append(Chunk(position, num_tokens, ChunkType.NO_MATCH))
+    return result
