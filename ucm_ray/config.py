@@ -80,6 +80,7 @@ class StoreSettings(_Section):
     cache_capacity_bytes: Bytes = 2 * 2**30
     posix_capacity_bytes: Bytes = 16 * 2**30
     io_threads: int = Field(default=4, ge=1, le=256)
+    refresh_s: float = Field(default=2.0, gt=0.0, description="how often chunks of other engines are looked for")
 
     @model_validator(mode="after")
     def _known_stages(self) -> StoreSettings:
@@ -103,6 +104,7 @@ class BlendSettings(_Section):
     recompute_boundary: int = Field(default=2, ge=0)
     blend_tokens_per_step: int = Field(default=512, ge=1, description="work of a plan per engine step")
     save: bool = Field(default=True, description="save exactly computed new chunks")
+    cost_model: bool = Field(default=True, description="decline plans that would take longer than computing")
     rope_theta: float | None = Field(default=None, gt=0, description="checked against the model; read from it if null")
     head_dim: int | None = Field(default=None, ge=1, description="checked against the model; read from it if null")
 
@@ -211,6 +213,7 @@ class RequestControls(_Section):
     policy: Literal["none", "boundary", "hkvd", "query"] | None = None
     budget: Ratio | None = None
     save: bool | None = None
+    ingest_from: int | None = Field(default=None, ge=0, description="the prompt is a document to store from here on")
     esa: bool | None = None
     sparse_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
 

@@ -1,0 +1,447 @@
+"""Scheduler side of the connector: what to reuse, what to save, and the receipt."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import RequestStatus
+
+from ucm_ray.blend.analyzer import ChunkAnalyzer
+from ucm_ray.blend.chunk import Chunk, ChunkType
+from ucm_ray.blend.cost_model import CostModel
+from ucm_ray.blend.plan import Decline, Plan, Planner
+from ucm_ray.blend.sink import sink_tokens
+from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
+from ucm_ray.integration.vllm.controls import Controls, parse_ucm_params
+from ucm_ray.integration.vllm.meta import (
+    BlendConnectorMeta,
+    BlendReport,
+    BlendRequestMeta,
+    IngestJob,
+    SaveJob,
+    WorkerReport,
+)
+from ucm_ray.integration.vllm.settings import ConnectorSettings, namespace_of
+from ucm_ray.integration.vllm.support import unsupported_engine, unsupported_request
+from ucm_ray.integration.vllm.taint import is_tainted, taint_from, tainted_blocks_from
+from ucm_ray.keys import Namespace, chunk_key, context_key
+from ucm_ray.store import ChunkMeta, UcmConnectorFactory
+from ucm_ray.store.base import dtype_name
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("ucm_ray.blend")
+
+FIRST_READ_WAIT_S = 0.25  # a namespace's first request waits that long for its list of stored chunks
+MAX_PENDING_INGESTS = 4
+INGEST_PATIENCE_S = 30.0  # blocks of a finished request are held at most that long for canonical ingest
+MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held
+MIN_INGEST_TOKENS = 32
+SINK_TOKENS = 400
+FINISHED_NORMALLY = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass
+class Receipt:
+    """What was done for one request; `reason` says why nothing, or less than asked, was reused."""
+
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    missed_tokens: int = 0
+    runs: int = 0
+    policy: str = ""
+    budget: float = 0.0
+    reason: str = ""
+    load_ms: float = 0.0
+    recompute_ms: float = 0.0
+    failed_chunks: int = 0
+
+
+@dataclass
+class RequestState:
+    """What the scheduler side knows of one unfinished request."""
+
+    request: Request
+    controls: Controls
+    namespace: Namespace
+    receipt: Receipt
+    token_ids: np.ndarray  # int32 [num_prompt_tokens]
+    chunks: list[Chunk] | None = None
+    plan: Plan | None = None  # of the latest admission
+    loading: bool = False
+    blended: list[tuple[int, int]] = field(default_factory=list)  # gaps of the accepted plan: new text
+
+
+@dataclass
+class _Reading:
+    """A plan whose files are being read by several ranks."""
+
+    ranks: int = 0
+    good: np.ndarray | None = None
+
+
+class SchedulerSide:
+    """One per engine. Every method is called by the scheduler's thread."""
+
+    def __init__(self, config: VllmConfig, settings: ConnectorSettings, kv_cache_config: KVCacheConfig | None) -> None:
+        self._config, self._settings = config, settings
+        self._block_size = config.cache_config.block_size
+        self._world_size = config.parallel_config.tensor_parallel_size
+        self._disabled = unsupported_engine(config, kv_cache_config)
+        if not settings.blend.enabled:
+            self._disabled = "blending is off in the configuration"
+        elif self._disabled:
+            logger.warning("blending is off: %s", self._disabled)
+        self._namespace = namespace_of(config)
+        self._namespaces: dict[str, Namespace] = {"": self._namespace}
+        store = None
+        if not self._disabled:
+            # KV is the workers' affair: the scheduler only reads headers
+            store = UcmConnectorFactory.create_connector(
+                settings.store_config("Posix") if "Posix" in settings.store.store_pipeline else settings.store_config(),
+                0, self._world_size)
+        self._store = store
+        self._catalogue = ChunkCatalogue(store.posix if store else None, settings.store.refresh_s)
+        self._analyzer = ChunkAnalyzer(settings.blend.blend_chunk_size, settings.blend.min_match_ratio,
+                                       settings.blend.anchor_tokens)
+        self.cost_model = CostModel() if settings.blend.cost_model else None
+        self._planner = Planner(settings.blend, self.cost_model)
+        self._model_dims = (config.model_config.get_num_layers(config.parallel_config),
+                            config.model_config.get_num_kv_heads(config.parallel_config),
+                            config.model_config.get_head_size(), dtype_name(config.model_config.dtype))
+        self._states: dict[str, RequestState] = {}
+        self._meta = BlendConnectorMeta()
+        self._reading: dict[str, _Reading] = {}
+        self._ingests: dict[str, float] = {}  # request -> when its blocks were first held
+        self._pool: BlockPool | None = None
+        self._sink: list[int] | None = None
+        self.counters: dict[str, float] = {}
+        self.esa = None
+        if not self._disabled:
+            self._catalogue.index(self._namespace.hex)
+            threading.Thread(target=self._read_sink, name="ucm-sink", daemon=True).start()
+
+    # ---- set-up
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def _read_sink(self) -> None:
+        """The sink passage in the model's own tokens; without a tokenizer there is no ingest of gaps."""
+        try:
+            from vllm.tokenizers import get_tokenizer
+
+            model = self._config.model_config
+            tokenizer = get_tokenizer(model.tokenizer, trust_remote_code=model.trust_remote_code)
+            self._sink = list(sink_tokens(tokenizer, SINK_TOKENS))
+        except Exception as error:
+            logger.warning("text first seen inside blended requests is not stored: no tokenizer (%s)", error)
+
+    def _namespace_for(self, request: Request) -> Namespace:
+        salt = request.cache_salt or ""
+        if salt not in self._namespaces:
+            if len(self._namespaces) > 4096:
+                self._namespaces = {"": self._namespace}
+            self._namespaces[salt] = Namespace.from_dict({**self._namespace.to_dict(), "salt": salt})
+        return self._namespaces[salt]
+
+    # ---- matching
+
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens beyond `num_computed_tokens` that a plan will fill, asynchronously; (0, False) to decline."""
+        state = self._state(request)
+        plan = self._plan(request, state, num_computed_tokens)
+        state.receipt.prefix_tokens = num_computed_tokens
+        if isinstance(plan, Decline):
+            state.plan = None
+            if not state.blended:
+                state.receipt.reason = plan.reason
+            return 0, False
+        state.plan = plan
+        return plan.end - num_computed_tokens, True
+
+    def _state(self, request: Request) -> RequestState:
+        state = self._states.get(request.request_id)
+        if state is None:
+            token_ids = np.asarray(request.prompt_token_ids or [], np.int32)
+            receipt = Receipt(prompt_tokens=request.num_prompt_tokens)
+            controls = parse_ucm_params(request.kv_transfer_params)
+            receipt.reason = controls.error
+            state = RequestState(request, controls, self._namespace_for(request), receipt, token_ids)
+            self._states[request.request_id] = state
+        return state
+
+    def _plan(self, request: Request, state: RequestState, num_computed_tokens: int) -> Plan | Decline:
+        controls = state.controls
+        if self._disabled:
+            return Decline(self._disabled)
+        if controls.error:
+            return Decline(controls.error)
+        if controls.blend is False or controls.ingest_from is not None:
+            return Decline("switched off by the request")
+        reason = unsupported_request(request)
+        if reason:
+            return Decline(reason)
+        if num_computed_tokens >= len(state.token_ids) - 1:
+            return Decline("vLLM's own prefix cache holds the whole prompt")
+        if state.chunks is None:
+            begun = time.perf_counter()
+            index = self._catalogue.index(state.namespace.hex, FIRST_READ_WAIT_S)
+            state.chunks = self._analyzer.analyze(state.token_ids, index)
+            self._count("analysis_s", time.perf_counter() - begun)
+        return self._planner.plan(state.token_ids, state.chunks, num_computed_tokens, controls.policy, controls.budget,
+                                  state.namespace.hex)
+
+    def accept(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The scheduler has allocated blocks for the plan: taint the request and send the plan."""
+        state = self._states.get(request.request_id)
+        if not num_external_tokens or state is None or state.plan is None:
+            return
+        plan = state.plan
+        exact = exact_until(plan)
+        if exact < plan.end:
+            taint_from(request, exact, self._block_size)
+        state.loading = True
+        state.blended = [(start, end) for start, end in plan.must_compute if end - start >= MIN_INGEST_TOKENS
+                         and (plan.question is None or end <= plan.question[0])]
+        receipt = state.receipt
+        receipt.reused_tokens, receipt.runs = plan.reused_tokens, len(plan.runs)
+        receipt.missed_tokens = plan.missed_tokens + len(state.token_ids) - plan.end
+        receipt.policy, receipt.budget, receipt.reason = plan.policy, plan.budget, plan.reason
+        chunks = {kind: [chunk for chunk in plan.chunks if chunk.chunk_type is kind] for kind in ChunkType}
+        self._meta.request_metas[request.request_id] = BlendRequestMeta(
+            request_id=request.request_id,
+            full_match_chunks=chunks[ChunkType.FULL_MATCH],
+            partial_match_chunks=chunks[ChunkType.PARTIAL_MATCH],
+            no_match_chunks=chunks[ChunkType.NO_MATCH],
+            position_mapping={chunk.start_idx: chunk.source_position for chunk in plan.chunks},
+            recompute_ranges=list(plan.must_compute),
+            plan=plan,
+            token_ids=state.token_ids[: plan.end],
+            block_ids=np.asarray(blocks.get_block_ids()[0], np.int64),
+            namespace=state.namespace.hex,
+        )
+        self._set_prefill_stats(request, state, plan.reused_tokens)
+
+    def _set_prefill_stats(self, request: Request, state: RequestState, reused: int) -> None:
+        """`cached_tokens` counts tokens whose KV was reused, not the whole span of the plan."""
+        stats = request.prefill_stats
+        if stats is not None and request.num_preemptions <= 0:
+            stats.set(num_prompt_tokens=request.num_prompt_tokens, num_local_cached_tokens=state.plan.start,
+                      num_external_cached_tokens=max(0, reused))
+
+    # ---- every step
+
+    def build_meta(self, scheduler_output: SchedulerOutput) -> BlendConnectorMeta:
+        meta, self._meta = self._meta, BlendConnectorMeta()
+        meta.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        if self._ingests:
+            meta.cancelled_ingests = self._impatient_ingests()
+        return meta
+
+    def _impatient_ingests(self) -> list[str]:
+        """Requests whose blocks are needed, or were held long enough."""
+        now = time.monotonic()
+        scarce = self._pool is not None and (
+            self._pool.get_num_free_blocks() < MIN_FREE_BLOCKS * self._pool.num_gpu_blocks)
+        late = [rid for rid, since in self._ingests.items() if scarce or now - since > INGEST_PATIENCE_S]
+        for request_id in late:
+            del self._ingests[request_id]
+        return late
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers did in the last step."""
+        for request_id in output.finished_sending or ():
+            self._ingests.pop(request_id, None)
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport):
+            return
+        if report.disabled and not self._disabled:
+            self._disabled = report.disabled
+            logger.error("blending is off: %s", report.disabled)
+        self._catalogue.add(report.saved)
+        for namespace, key in report.lost:
+            self._catalogue.remove(namespace, [key])
+        for request_id, good in report.loaded.items():
+            self._agree(request_id, good, report.loaded_ranks[request_id])
+        for request_id, done in report.reports.items():
+            self._finish_plan(request_id, done)
+
+    def _agree(self, request_id: str, good: np.ndarray, ranks: int) -> None:
+        """Start a plan once every rank has read its files; a chunk counts if all ranks have it."""
+        reading = self._reading.setdefault(request_id, _Reading())
+        reading.ranks += ranks
+        reading.good = good if reading.good is None else reading.good & good
+        if reading.ranks == self._world_size:
+            self._meta.run[request_id] = reading.good
+            del self._reading[request_id]
+
+    def _finish_plan(self, request_id: str, done: BlendReport) -> None:
+        state = self._states.get(request_id)
+        if state is None or state.plan is None:
+            return
+        state.loading = False
+        receipt = state.receipt
+        receipt.recomputed_tokens = done.recomputed_tokens
+        receipt.reused_tokens = state.plan.reused_tokens - done.failed_tokens
+        receipt.missed_tokens += done.failed_tokens
+        receipt.failed_chunks += done.failed_chunks
+        receipt.load_ms += done.load_ms
+        receipt.recompute_ms += done.recompute_ms
+        if done.error:
+            receipt.reused_tokens = receipt.recomputed_tokens = 0
+            receipt.reason = f"blending failed, computed as usual: {done.error}"
+        self._set_prefill_stats(state.request, state, receipt.reused_tokens - receipt.recomputed_tokens)
+        if self.cost_model is not None and not done.error:
+            self.cost_model.observe(state.plan, done.load_ms, done.recompute_ms)
+        self._count("requests_blended", 1)
+        self._count("reused_tokens", receipt.reused_tokens)
+        self._count("recomputed_tokens", receipt.recomputed_tokens)
+        self._count("missed_tokens", receipt.missed_tokens)
+        self._count("load_ms", done.load_ms)
+        self._count("recompute_ms", done.recompute_ms)
+        self._count("failed_chunks", done.failed_chunks)
+
+    def _count(self, name: str, amount: float) -> None:
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+    def take_counters(self) -> dict[str, float]:
+        counters, self.counters = self.counters, {}
+        return counters
+
+    # ---- the end of a request
+
+    def finish(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks are still needed, and the receipt."""
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return False, None
+        self._reading.pop(request.request_id, None)
+        held = False
+        # a request aborted in mid-load: its blocks come back through finished_recving
+        waits_for_load = state.loading and request.status not in FINISHED_NORMALLY
+        if not waits_for_load and request.status in FINISHED_NORMALLY and not self._disabled:
+            held = self._hold_for_saving(request, state, np.asarray(block_ids, np.int64))
+        if not state.receipt.reused_tokens:
+            self._count("requests_not_blended", 1)
+        return held, {"ucm": {"blend": asdict(state.receipt)}}
+
+    def _hold_for_saving(self, request: Request, state: RequestState, block_ids: np.ndarray) -> bool:
+        save = self._settings.blend.save if state.controls.save is None else state.controls.save
+        if not save or not len(block_ids) or unsupported_request(request):
+            return False
+        if is_tainted(request):
+            return self._queue_ingest(request, state, block_ids)
+        # KV of the last token was never computed
+        tokens = np.asarray(request.all_token_ids[: request.num_tokens - 1], np.int32)
+        tokens = tokens[: min(len(tokens), len(block_ids) * self._block_size)]
+        first = state.controls.ingest_from or 0
+        canonical = state.controls.ingest_from is not None
+        if canonical:
+            tokens = tokens[: request.num_prompt_tokens]
+        covered = None if canonical else self._covered(tokens, state)
+        chunks = self._new_chunks(tokens, first, len(tokens), state.namespace.hex, "canonical" if canonical else "request",
+                                  keep_tail=canonical, covered=covered)
+        if not chunks:
+            return False
+        self._meta.saves.append(SaveJob(request.request_id, block_ids, chunks))
+        # the workers copy before they read: whoever plans with these chunks from now on will find them
+        self._catalogue.add(meta for _, meta in chunks)
+        self._count("saved_tokens", sum(meta.num_tokens for _, meta in chunks))
+        return True
+
+    def _covered(self, tokens: np.ndarray, state: RequestState) -> np.ndarray:
+        """bool [tokens]: text that is in the store already, under whatever cutting."""
+        covered = np.zeros(len(tokens), bool)
+        index = self._catalogue.index(state.namespace.hex)
+        for chunk in self._analyzer.analyze(tokens, index) if len(index) else ():
+            if chunk.chunk_type is ChunkType.FULL_MATCH:
+                covered[chunk.start_idx : chunk.end_idx] = True
+        return covered
+
+    def _new_chunks(self, tokens: np.ndarray, first: int, end: int, namespace: str, context: str, keep_tail: bool,
+                    covered: np.ndarray | None = None) -> list[tuple[int, ChunkMeta]]:
+        """Chunks of `tokens[first:end]` that the store does not hold; positions are those in `tokens`."""
+        size = self._settings.blend.blend_chunk_size
+        layers, kv_heads, head_dim, dtype = self._model_dims
+        index = self._catalogue.index(namespace)
+        source_id = uuid.uuid4().hex
+        chunks = []
+        for start in range(first, end, size):
+            stop = min(start + size, end)
+            if stop - start < size and not keep_tail:
+                break
+            if covered is not None and covered[start:stop].all():
+                continue
+            text = tokens[start:stop]
+            key = chunk_key(namespace, text)
+            if key in index:
+                continue
+            chunks.append((start, ChunkMeta(
+                key=key, namespace=namespace, token_ids=text, source_id=source_id, source_position=start,
+                num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, context=context,
+                context_key=context_key(namespace, tokens[:start]), world_size=self._world_size)))
+        return chunks
+
+    def _queue_ingest(self, request: Request, state: RequestState, block_ids: np.ndarray) -> bool:
+        """Text first seen in a blended request: computed anew behind the sink passage, in this request's own blocks."""
+        if not state.blended or self._sink is None or len(self._ingests) >= MAX_PENDING_INGESTS:
+            return False
+        own = block_ids[tainted_blocks_from(request) :]
+        texts = [state.token_ids[start:end] for start, end in state.blended]
+        room = len(own) * self._block_size - sum(map(len, texts))
+        if room < 64:
+            return False
+        sink = np.asarray(self._sink[-min(room, len(self._sink)) :], np.int32)
+        tokens = np.concatenate([sink, *texts])
+        chunks, start = [], len(sink)
+        for text in texts:
+            chunks += self._new_chunks(tokens, start, start + len(text), state.namespace.hex, "canonical", keep_tail=True)
+            start += len(text)
+        if not chunks:
+            return False
+        self._ingests[request.request_id] = time.monotonic()
+        self._meta.ingests.append(IngestJob(request.request_id, tokens, own, chunks))
+        self._count("ingested_tokens", sum(map(len, texts)))
+        return True
+
+    # ---- maintenance
+
+    def reset(self) -> bool:
+        """Forget every stored chunk (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
+        self._meta.clear_store = True
+        self._catalogue.clear()
+        return True
+
+    def shutdown(self) -> None:
+        self._catalogue.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def exact_until(plan: Plan) -> int:
+    """First position whose KV will not be exactly what full prefill gives."""
+    position = plan.start
+    computed = sorted(plan.must_compute)
+    exact_runs = [(run.start, run.end) for run in plan.runs if run.exact]
+    for start, end in sorted([*computed, *exact_runs]):
+        if start > position:
+            break
+        position = max(position, end)
+    return position
+

@@ -1,0 +1,375 @@
+"""Worker side of the connector: executes plans, copies exact KV out, computes new text, all between engine steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.attention import Attention
+
+from ucm_ray.integration.vllm.blend_task import BlendTask
+from ucm_ray.integration.vllm.meta import BlendConnectorMeta, IngestJob, SaveJob, WorkerReport
+from ucm_ray.integration.vllm.observer import QuestionObserver
+from ucm_ray.integration.vllm.paged_kv import paged_kv_for
+from ucm_ray.integration.vllm.placement import make_placer
+from ucm_ray.integration.vllm.plugin import root_module
+from ucm_ray.integration.vllm.self_check import check_engine
+from ucm_ray.integration.vllm.settings import ConnectorSettings
+from ucm_ray.integration.vllm.virtual_sequences import Row, VirtualSequences
+from ucm_ray.store import ChunkMeta, StoredChunk, UcmConnectorFactory
+
+logger = logging.getLogger("ucm_ray.blend")
+
+IDLE_WAIT_S = 0.05  # an idle engine waits this long a step for files instead of spinning
+IDLE_TOKENS = 8192  # work of one idle step: a new request waits at most this long
+SAVE_TOKENS_PER_STEP = 256
+INGEST_TOKENS_PER_STEP = 256
+
+
+class WorkerSide:
+    """One per rank. Every public method is called by the model runner's thread."""
+
+    def __init__(self, vllm_config: VllmConfig, settings: ConnectorSettings) -> None:
+        self._config, self._settings = vllm_config, settings
+        parallel = vllm_config.parallel_config
+        self._world_size = parallel.tensor_parallel_size
+        self._rank = get_tp_group().rank_in_group if self._world_size > 1 else 0
+        self._store = UcmConnectorFactory.create_connector(settings.store_config(), self._rank, self._world_size)
+        self._store.on_evict.append(self._on_evict)
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="ucm-read")
+        self._ready = False
+        self._tasks: dict[str, BlendTask] = {}
+        self._saves: list[SaveJob] = []
+        self._ingests: dict[str, IngestJob] = {}
+        self._ingested_tokens: Counter[str] = Counter()
+        self._finished_recving: set[str] = set()
+        self._finished_sending: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+        self._unwritten: dict[tuple[str, str], StoredChunk] = {}  # copied out, not yet in the store
+        self._report = WorkerReport()
+        self._counters: Counter[str] = Counter()
+        self.esa = None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find model and layout, and prove on this very engine that both do what we believe."""
+        try:
+            layers = get_layers_from_vllm_config(self._config, Attention)
+            layers = {name: layer for name, layer in layers.items() if name in kv_caches}
+            self._layers = layers
+            self._paged = paged_kv_for(layers)
+            self._block_ratio = self._config.cache_config.block_size // self._paged.block_size
+            model = root_module(next(iter(layers.values())))
+            self._virtual = VirtualSequences(self._config, model, self._paged)
+            self._corrector = self._settings.position_corrector(self._config)
+            self._placer = make_placer(self._paged, self._corrector)
+            self._observer = QuestionObserver(self._paged, layers)
+            if self._settings.blend.enabled:
+                check_engine(self._virtual, self._corrector, self._config.model_config.get_vocab_size())
+            self._ready = True
+        except Exception as error:
+            logger.exception("blending is off: this engine cannot be used for it")
+            self._report.disabled = f"self-check failed: {error}"
+
+    # ---- one step
+
+    def after_forward(self, meta: BlendConnectorMeta) -> None:
+        """Work of this step; the engine's own forward has been submitted."""
+        self._take(meta)
+        if not (self._tasks or self._saves or self._ingests):
+            return
+        idle = meta.num_scheduled_tokens == 0
+        budget = IDLE_TOKENS if idle else self._settings.blend.blend_tokens_per_step
+        self._accept_read_plans(meta, idle)
+        budget = self._run_tasks(budget)
+        self._run_saves(SAVE_TOKENS_PER_STEP if not idle else IDLE_TOKENS)
+        if idle and not self._tasks:
+            self._run_ingests(INGEST_TOKENS_PER_STEP)
+
+    def _take(self, meta: BlendConnectorMeta) -> None:
+        if meta.clear_store:
+            self._store.clear()
+        for namespace, keys in meta.dropped_chunks:
+            self._store.delete(namespace, keys)
+        for job in meta.saves:
+            job.block_ids = self._kernel_blocks(job.block_ids)
+            self._saves.append(job)
+        for request_id, request in meta.request_metas.items():
+            request.block_ids = self._kernel_blocks(request.block_ids)
+            keys = [chunk.source_block_id for chunk in request.plan.chunks]
+            self._save_now(request.namespace, set(keys))
+            future = self._readers.submit(self._load, request.namespace, keys)
+            self._tasks[request_id] = BlendTask(request, getattr(self, "_paged", None), future)
+        for job in meta.ingests:
+            job.block_ids = self._kernel_blocks(job.block_ids)
+            self._ingests[job.request_id] = job
+        for request_id in meta.cancelled_ingests:
+            if self._ingests.pop(request_id, None) is not None:
+                self._finished_sending.add(request_id)
+
+    def _save_now(self, namespace: str, keys: set[str]) -> None:
+        """A plan may name chunks that the scheduler has only just asked to save."""
+        while any(meta.key in keys and meta.namespace == namespace for job in self._saves for _, meta in job.chunks):
+            self._run_saves(1)
+
+    def _load(self, namespace: str, keys: list[str]) -> list[StoredChunk | None]:
+        """Chunks from memory on their way to the disk, else from the store."""
+        found: list[StoredChunk | None] = [self._unwritten.get((namespace, key)) for key in keys]
+        missing = [index for index, chunk in enumerate(found) if chunk is None]
+        for index, chunk in zip(missing, self._store.load_many(namespace, [keys[i] for i in missing]), strict=True):
+            found[index] = chunk
+        return found
+
+    def _kernel_blocks(self, block_ids: np.ndarray) -> np.ndarray:
+        """The scheduler's blocks in units of the attention kernel's, which may be smaller."""
+        ratio = getattr(self, "_block_ratio", 1)
+        if ratio == 1:
+            return block_ids
+        return (block_ids[:, None] * ratio + np.arange(ratio)).reshape(-1)
+
+    # ---- plans
+
+    def _accept_read_plans(self, meta: BlendConnectorMeta, idle: bool) -> None:
+        """Plans whose files have arrived may start, once all ranks say so."""
+        deadline = time.monotonic() + IDLE_WAIT_S
+        for request_id, task in list(self._tasks.items()):
+            if task.phase != "reading":
+                continue
+            if idle and not task.future.done():
+                wait_quietly(task.future, deadline - time.monotonic())
+            if task.future.done() and task.good is None:
+                task.loaded = self._loaded(task)
+                task.good = task.check(task.loaded)
+                self._note_lost(task)
+                if self._world_size > 1:
+                    self._report.loaded[request_id] = task.good
+                    self._report.loaded_ranks[request_id] = 1
+            good = task.good if self._world_size == 1 else meta.run.get(request_id)
+            if good is not None:
+                self._guarded(task, lambda task=task, good=good: task.accept(task.loaded, good))
+                task.loaded = []
+
+    def _loaded(self, task: BlendTask) -> list:
+        try:
+            return task.future.result()
+        except Exception:
+            logger.exception("reading the chunks of request %s failed", task.meta.request_id)
+            return [None] * len(task.plan.chunks)
+
+    def _note_lost(self, task: BlendTask) -> None:
+        self._report.lost += [(task.meta.namespace, chunk.source_block_id)
+                              for chunk, fine in zip(task.plan.chunks, task.good, strict=True) if not fine]
+
+    def _run_tasks(self, budget: float) -> float:
+        """Advance plans in the order they came; requests share passes."""
+        while budget > 0:
+            running = [task for task in self._tasks.values() if task.phase not in ("reading", "done")]
+            if not running:
+                break
+            before = budget
+            for task in running:
+                if task.phase == "placing" and budget > 0:
+                    budget = self._guarded(task, lambda task=task, b=budget: task.place(b, self._placer.place), budget)
+            budget = self._run_pass(running, budget)
+            self._finish_phases()
+            if budget == before and not any(task.phase == "placing" for task in self._tasks.values()):
+                break
+        self._finish_phases()
+        return budget
+
+    def _run_pass(self, running: Sequence[BlendTask], budget: float) -> float:
+        """One shared pass per number of layers."""
+        for depth in sorted({task.first_layers for task in running if task.has_work}):
+            rows: list[Row] = []
+            members = [task for task in running if task.has_work and task.first_layers == depth]
+            begun = time.perf_counter()
+            for task in members:
+                taken = task.next_work(budget, self._virtual.max_rows - len(rows))
+                rows += taken
+                budget -= sum(row.end - row.start for row in taken)
+            if not rows:
+                continue
+            owners = list(dict.fromkeys(row.owner for row in rows))
+            observe = self._observer if any(task.phase == "observing" and task.mass is not None for task in owners) else None
+            try:
+                passes = self._virtual.run(rows, depth or None, observe)
+            except Exception as error:
+                logger.exception("a blending pass failed; its requests are computed as usual")
+                for task in owners:
+                    self._fail(task, error)
+                continue
+            spent = time.perf_counter() - begun
+            total = sum(row.end - row.start for row in rows)
+            for task in owners:
+                share = sum(row.end - row.start for row in rows if row.owner is task) / total
+                task.recompute_s += spent * share
+                task.passes += passes
+        return budget
+
+    def _finish_phases(self) -> None:
+        for request_id, task in list(self._tasks.items()):
+            if task.phase == "observing" and not task.has_work:
+                begun = time.perf_counter()
+                self._guarded(task, lambda task=task: task.observed(self._scores(task)))
+                task.recompute_s += time.perf_counter() - begun
+            elif task.phase == "repairing" and not task.has_work:
+                task.repaired()
+            if task.phase == "done":
+                self._report.reports[request_id] = task.report()
+                self._finished_recving.add(request_id)
+                del self._tasks[request_id]
+
+    def _scores(self, task: BlendTask) -> np.ndarray:
+        """Scores of the reused tokens, the same on every rank."""
+        at = torch.from_numpy(task.plan.reused_positions() - task.plan.start)
+        if task.mass is not None:
+            mass, norm = task.mass[:, at].contiguous(), task.value_norm[:, at].contiguous()
+            scores = (self._all_reduce(mass) * self._all_reduce(norm)).mean(0)
+        else:
+            scores = torch.zeros(len(at))
+            layer = task.policy.check_layer
+            wanted = torch.from_numpy(task.plan.candidate_mask())
+            positions = task.plan.candidate_positions()
+            slots = positions_to_slots(task, positions, self._paged.block_size).to(self._paged.device)
+            fresh, _ = self._paged.read(layer, slots)
+            reused = task.reused_keys[torch.from_numpy(positions - task.plan.start)]
+            scores[wanted] = (fresh.float().cpu() - reused).square().sum((1, 2))
+            scores = self._all_reduce(scores)
+        if self._world_size > 1:
+            # equal sums could still round differently: rank 0 decides
+            scores = get_tp_group().broadcast(scores.to(self._paged.device), src=0).cpu()
+        return scores.numpy()
+
+    def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._world_size == 1:
+            return tensor
+        return get_tp_group().all_reduce(tensor.to(self._paged.device)).cpu()
+
+    def _guarded(self, task: BlendTask, step, otherwise=None):
+        """No error of a plan may reach the engine: the request is computed as usual instead."""
+        try:
+            return step()
+        except Exception as error:
+            logger.exception("blending request %s failed; it is computed as usual", task.meta.request_id)
+            self._fail(task, error)
+            return otherwise
+
+    def _fail(self, task: BlendTask, error: Exception) -> None:
+        first = task.plan.start // self._paged.block_size
+        last = -(-task.plan.end // self._paged.block_size)
+        ratio = getattr(self, "_block_ratio", 1)
+        self._invalid_blocks.update(int(block) // ratio for block in task.meta.block_ids[first:last])
+        task.error = f"{type(error).__name__}: {error}"
+        task.phase, task._todo = "done", []
+
+    # ---- exact KV out of the cache
+
+    def _run_saves(self, budget: int) -> None:
+        while self._saves and budget > 0:
+            job = self._saves[0]
+            chunks, job.chunks = take_chunks(job.chunks, budget)
+            budget -= sum(meta.num_tokens for _, meta in chunks)
+            self._save_chunks(job.block_ids, chunks)
+            if not job.chunks:
+                self._saves.pop(0)
+                self._finished_sending.add(job.request_id)
+
+    def _save_chunks(self, block_ids: np.ndarray, chunks) -> None:
+        if not chunks or not self._ready:
+            return
+        try:
+            for meta, kv in self._placer.copy_out(block_ids, chunks, self._rank, self._world_size):
+                self._save(meta, kv)
+        except Exception:
+            logger.exception("saving %d chunks failed; they stay unsaved", len(chunks))
+
+    def _save(self, meta: ChunkMeta, kv: torch.Tensor) -> None:
+        name = (meta.namespace, meta.key)
+        self._unwritten[name] = (meta, kv)
+        if self._rank == 0:
+            self._report.saved.append(meta)
+
+        def written(future) -> None:
+            self._unwritten.pop(name, None)
+            if future.cancelled() or future.exception() is not None or not future.result():
+                self._report.lost.append(name)
+
+        self._store.save_async(meta, kv).add_done_callback(written)
+
+    def _run_ingests(self, budget: int) -> None:
+        """Compute queued text behind the sink passage, a slice at a time, then save it."""
+        for request_id, job in list(self._ingests.items())[:1]:
+            done = self._ingested_tokens[request_id]
+            end = min(done + budget, len(job.token_ids))
+            try:
+                self._virtual.run([Row(done, end, job.token_ids, job.block_ids)])
+            except Exception:
+                logger.exception("computing new text for the store failed; it stays unsaved")
+                job.chunks, end = [], len(job.token_ids)
+            self._ingested_tokens[request_id] = end
+            if end == len(job.token_ids):
+                self._save_chunks(job.block_ids, job.chunks)
+                del self._ingests[request_id], self._ingested_tokens[request_id]
+                self._finished_sending.add(request_id)
+
+    # ---- what the engine asks after the step
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose blocks may be freed, and requests whose plan is done (aborted ones too)."""
+        for request_id in finished_req_ids & self._tasks.keys():
+            del self._tasks[request_id]
+            self._finished_recving.add(request_id)
+        sending, recving = self._finished_sending, self._finished_recving
+        self._finished_sending, self._finished_recving = set(), set()
+        return sending or None, recving or None
+
+    def take_invalid_blocks(self) -> set[int]:
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def take_report(self) -> WorkerReport | None:
+        report, self._report = self._report, WorkerReport()
+        return report if report else None
+
+    def _on_evict(self, namespace: str, keys: list[str]) -> None:
+        self._report.lost += [(namespace, key) for key in keys]
+
+    def take_counters(self) -> dict[str, float]:
+        counters, self._counters = self._counters, Counter()
+        return dict(counters)
+
+    def store_stats(self) -> dict:
+        return self._store.stats()
+
+    def shutdown(self) -> None:
+        self._run_saves(1 << 30)
+        self._store.flush(10.0)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+
+
+def wait_quietly(future, timeout_s: float) -> None:
+    """Wait for a future without caring how it ends."""
+    from concurrent.futures import wait
+
+    wait([future], timeout=max(0.0, timeout_s))
+
+
+def positions_to_slots(task: BlendTask, positions: np.ndarray, block_size: int) -> torch.Tensor:
+    return torch.from_numpy(task.meta.block_ids[positions // block_size] * block_size + positions % block_size)
+
+
+def take_chunks(chunks: list, budget: int) -> tuple[list, list]:
+    """Split a list of (position, meta) after about `budget` tokens, at least one chunk."""
+    total = 0
+    for index, (_, meta) in enumerate(chunks):
+        total += meta.num_tokens
+        if total >= budget:
+            return chunks[: index + 1], chunks[index + 1 :]
+    return chunks, []
