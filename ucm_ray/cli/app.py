@@ -90,10 +90,12 @@ def config(path: Annotated[Path | None, typer.Argument(help="YAML file; default:
 
 
 @app.command()
-def model() -> None:
+def model(check: Annotated[bool, typer.Option(help="Only say whether it is there; exit code 1 if not.")] = False) -> None:
     """Prepare the default model if need be and print its folder."""
-    from ucm_ray.models import default_model
+    from ucm_ray.models import default_model, default_model_folder, is_complete
 
+    if check and not is_complete(default_model_folder()):
+        raise typer.Exit(1)
     typer.echo(default_model())
 
 

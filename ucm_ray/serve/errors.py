@@ -8,10 +8,13 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from ray.exceptions import RayActorError
+from ray.llm._internal.common.errors import VLLM_CLIENT_ERRORS
 from ray.llm._internal.serve.core.configs.openai_api_models import OpenAIHTTPException
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+
+from ucm_ray.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,10 @@ def add_error_handlers(app: FastAPI) -> None:
         reason = first["msg"].removeprefix("Value error, ")
         return _response(400, f"{place}: {reason}" if place else reason, param=place or None)
 
+    async def on_client_mistake(request: Request, error: Exception) -> JSONResponse:
+        param = getattr(error, "parameter", None)
+        return _response(400, str(error).removesuffix(f" (parameter={param})"), param=param)
+
     async def on_other(request: Request, error: Exception) -> JSONResponse:
         if gone := unavailable(error):
             return _response(gone.status_code, gone.message)
@@ -75,6 +82,9 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(OpenAIHTTPException, on_openai)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestValidationError, on_validation)
+    # vLLM's request models raise these while FastAPI reads the body
+    for kind in (ConfigError, *VLLM_CLIENT_ERRORS):
+        app.add_exception_handler(kind, on_client_mistake)
     app.add_exception_handler(Exception, on_other)
 
 
