@@ -32,9 +32,8 @@ from ucm_ray.blend.chunk import Chunk, ChunkRecord, ChunkType
 from ucm_ray.blend.index import ChunkIndex
 from ucm_ray.blend.rolling_hash import tags_of, window_hashes
 
-_SAME_ANCHOR_LIMIT = 16
-"""Stored chunks tried for one anchor's text. Boilerplate may be stored in thousands of chunks; the right one among them
-is found by its other anchors, or as the neighbour of a chunk that is."""
+_MANY_CANDIDATES = 1024
+"""More candidates than this, none inside another, hardly come from anything but repetitive text."""
 
 
 class _Placements(NamedTuple):
@@ -60,6 +59,8 @@ class _Candidates(NamedTuple):
     start: np.ndarray
     end: np.ndarray
     first: np.ndarray
+    differing: np.ndarray
+    """tokens that differ"""
     moved: np.ndarray
     """bool: at another position than when stored"""
 
@@ -67,10 +68,13 @@ class _Candidates(NamedTuple):
 class ChunkAnalyzer:
     """Cuts a prompt into stored and unknown spans."""
 
-    def __init__(self, chunk_size: int = 64, min_match_ratio: float = 0.8, anchor_tokens: int = 16):
+    def __init__(self, chunk_size: int = 64, min_match_ratio: float = 0.8, anchor_tokens: int = 16,
+                 same_anchor_limit: int = 16):
         """`anchor_tokens`: shortest text that is found; anchors of the index must have the same length.
 
         `chunk_size` only bounds anchors (a chunk without a whole anchor is found through its neighbours only).
+        `same_anchor_limit`: stored chunks tried for one anchor's text. Boilerplate may be stored in thousands of chunks;
+        the right one among them is found by its other anchors, or as the neighbour of a chunk that is.
         """
         if chunk_size < 1:
             raise ValueError(f"chunk_size: found {chunk_size}, expected at least 1")
@@ -81,6 +85,7 @@ class ChunkAnalyzer:
         self.chunk_size = chunk_size
         self.min_match_ratio = min_match_ratio
         self.anchor_tokens = min(anchor_tokens, chunk_size)
+        self.same_anchor_limit = same_anchor_limit
 
     def analyze(self, token_ids, index: ChunkIndex | Iterable[ChunkRecord]) -> list[Chunk]:
         """Chunks that are sorted, disjoint and cover [0, len(token_ids)).
@@ -101,6 +106,8 @@ class ChunkAnalyzer:
             return _with_gaps([], len(tokens))
         placements = self._grow(tokens, state, rows, starts)
         candidates = self._stretches(state, placements)
+        if candidates.start.size == 0:
+            return _with_gaps([], len(tokens))
         picks = _longest_first(candidates, self.anchor_tokens)
         return _with_gaps(self._chunks(state, placements, candidates, picks), len(tokens))
 
@@ -114,7 +121,8 @@ class ChunkAnalyzer:
         if hot:
             kept = ~_repetitive(tags, self.anchor_tokens)[positions] | (positions % self.anchor_tokens == 0)
             positions, cells = positions[kept], cells[kept]
-        positions, cells = state.anchors.with_same(positions, cells, _SAME_ANCHOR_LIMIT // 4 if hot else _SAME_ANCHOR_LIMIT)
+        limit = max(1, self.same_anchor_limit // 4) if hot else self.same_anchor_limit
+        positions, cells = state.anchors.with_same(positions, cells, limit)
         rows = state.rows_of_cells(cells)
         alive = state.alive.take(rows)
         rows, positions, cells = rows[alive], positions[alive], cells[alive]
@@ -206,7 +214,9 @@ class ChunkAnalyzer:
         row = np.searchsorted(placed.first, begin, "right") - 1
         start = placed.starts[row] + placed.low[row] + begin - placed.first[row]
         moved = placed.starts[row] != state.row_position.take(placed.rows[row])
-        return _Candidates(start, start + end - begin, begin, moved)
+        agreeing_before = np.concatenate(([0], np.cumsum(placed.agree)))
+        differing = end - begin - (agreeing_before[end] - agreeing_before[begin])
+        return _Candidates(start, start + end - begin, begin, differing, moved)
 
     def _agreeing_anchors(self, placed: _Placements) -> np.ndarray:
         """Indices, among the compared tokens, where a stored anchor begins all of whose tokens agree. Sorted."""
@@ -221,41 +231,43 @@ class ChunkAnalyzer:
 
     def _chunks(self, state, placed: _Placements, candidates: _Candidates, picks) -> list[Chunk]:
         """Picked stretches as chunks, one for each stored chunk they touch. Sorted."""
+        start, end, which = (np.array(column, np.int64) for column in zip(*picks))
+        offset = candidates.first[which] - candidates.start[which]
+        begin, stop = start + offset, end + offset
+        place_from = np.searchsorted(placed.first, begin, "right") - 1
+        count = np.searchsorted(placed.first, stop, "left") - place_from
+        place = np.repeat(place_from - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
+        first, low = placed.first[place], placed.low[place]
+        begin = np.maximum(np.repeat(begin, count), first)
+        stop = np.minimum(np.repeat(stop, count), first + placed.high[place] - low)
+        offset, inner, rows = np.repeat(offset, count), begin - first + low, placed.rows[place]
+        agreeing = np.concatenate(([0], np.cumsum(placed.agree)))
+        pieces = zip(
+            (begin - offset).tolist(), (stop - offset).tolist(), state.keys_of(rows),
+            (state.row_position[rows] + inner).tolist(), inner.tolist(), state.source_names_of(rows),
+            state.contexts_of(rows), (agreeing[stop] - agreeing[begin] == stop - begin).tolist(), offset.tolist(),
+        )
         chunks: list[Chunk] = []
-        different = np.flatnonzero(~placed.agree)
-        first_list = placed.first
-        for start, end, which in picks:
-            offset = int(candidates.first[which]) - int(candidates.start[which])
-            begin, stop = start + offset, end + offset
-            row_from = int(np.searchsorted(first_list, begin, "right")) - 1
-            row_to = int(np.searchsorted(first_list, stop, "left"))
-            mismatches = different[np.searchsorted(different, begin) : np.searchsorted(different, stop)].tolist()
-            for placement in range(row_from, row_to):
-                chunks.extend(self._chunk(state, placed, placement, begin, stop, offset, mismatches))
+        for left, right, key, position, inside, source, context, full, moved_by in pieces:
+            if full:
+                chunks.append(Chunk(left, right, ChunkType.FULL_MATCH, key, position, inside, source, (), context))
+            else:
+                differing = np.flatnonzero(~placed.agree[left + moved_by : right + moved_by]) + left
+                chunks.extend(self._edited(left, right, key, position, inside, source, context, differing.tolist()))
         return chunks
 
-    def _chunk(self, state, placed: _Placements, placement: int, begin: int, stop: int, offset: int, mismatches):
-        """The part of [begin, stop) (compared tokens) that lies in one placement."""
-        row = int(placed.rows[placement])
-        first = int(placed.first[placement])
-        low = int(placed.low[placement])
-        begin = max(begin, first)
-        stop = min(stop, first + int(placed.high[placement]) - low)
-        inside = mismatches[bisect_left(mismatches, begin) : bisect_left(mismatches, stop)] if mismatches else ()
-        if not inside:
-            spans = ((begin, stop, ChunkType.FULL_MATCH, ()),)
-        elif stop - begin - len(inside) >= self.min_match_ratio * (stop - begin) - 1e-9:
-            spans = ((begin, stop, ChunkType.PARTIAL_MATCH, tuple(index - offset for index in inside)),)
-        else:
-            # What was cut off was the better part: keep the agreeing stretches.
-            borders = [begin - 1, *inside, stop]
-            spans = tuple((left + 1, right, ChunkType.FULL_MATCH, ()) for left, right in zip(borders, borders[1:])
-                          if left + 1 < right)
-        key, source = state.key(row), state.source_name(int(state.row_source[row]))
-        position, context = int(state.row_position[row]), state.context(row)
-        for left, right, kind, differing in spans:
-            inner = left - first + low
-            yield Chunk(left - offset, right - offset, kind, key, position + inner, inner, source, differing, context)
+    def _edited(self, start: int, end: int, key: str, position: int, inside: int, source: str, context: str, differing):
+        """One PARTIAL_MATCH; or the agreeing stretches, where cutting has taken away the better part of the chunk."""
+        if end - start - len(differing) >= self.min_match_ratio * (end - start) - 1e-9:
+            yield Chunk(start, end, ChunkType.PARTIAL_MATCH, key, position, inside, source, tuple(differing), context)
+            return
+        borders = [start - 1, *differing, end]
+        for left, right in zip(borders, borders[1:]):
+            left += 1
+            if left < right:
+                skipped = left - start
+                yield Chunk(left, right, ChunkType.FULL_MATCH, key, position + skipped, inside + skipped, source, (),
+                            context)
 
 
 def _repetitive(tags: np.ndarray, window: int) -> np.ndarray:
@@ -275,15 +287,18 @@ def _unique_pairs(rows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.
 def _longest_first(candidates: _Candidates, min_tokens: int) -> list[tuple[int, int, int]]:
     """Disjoint (start, end, candidate), sorted: the longest candidate, then the longest of what is left, and so on.
 
-    Ties: text at its old position first, then the earlier. Pieces shorter than `min_tokens` are dropped.
+    Ties: text at its old position first, then the earlier; of equal spans the one with fewer differences. Pieces shorter than `min_tokens` are dropped.
     """
-    order = np.lexsort((candidates.moved, -candidates.end, candidates.start))
+    order = np.lexsort((candidates.moved, candidates.differing, -candidates.end, candidates.start))
     start, end = candidates.start[order], candidates.end[order]
     # A stretch inside another never adds anything: the other one is cut no more than it.
     useful = np.ones(order.size, bool)
     useful[1:] = end[1:] > np.maximum.accumulate(end)[:-1]
-    order = order[useful]
-    start, end = start[useful].tolist(), end[useful].tolist()
+    order, start, end = order[useful], start[useful], end[useful]
+    if order.size > _MANY_CANDIDATES:
+        useful = _cover(start, end)
+        order, start, end = order[useful], start[useful], end[useful]
+    start, end = start.tolist(), end.tolist()
     which, moved = order.tolist(), candidates.moved[order].tolist()
     if all(right <= left for right, left in zip(end, start[1:])):
         return list(zip(start, end, which))
@@ -306,6 +321,23 @@ def _longest_first(candidates: _Candidates, min_tokens: int) -> list[tuple[int, 
             if free_right - free_left >= min_tokens:
                 heappush(heap, (free_left - free_right, far, free_left, free_right, number))
     return sorted(picks)
+
+
+def _cover(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Indices of fewest stretches that cover what all cover, and of all that are much longer than the typical one.
+
+    Starts and ends ascend strictly. Repetitive text matches itself at so many offsets that each stretch overlaps dozens
+    of others; among those only the number of pieces matters.
+    """
+    ends = end.tolist()
+    following = np.searchsorted(start, end, "right").tolist()
+    kept, number = [], 0
+    while number < len(ends):
+        kept.append(number)
+        # The last stretch that begins inside this one or at its end reaches farthest; else the next one there is.
+        number = max(number + 1, following[number] - 1)
+    long = np.flatnonzero(end - start > 4 * np.median(end - start))
+    return np.union1d(np.array(kept, np.int64), long)
 
 
 def _with_gaps(chunks: list[Chunk], num_tokens: int) -> list[Chunk]:

@@ -22,6 +22,7 @@ from ucm_ray.keys import KEY_BYTES
 
 _START, _END = 0, 1
 _UNKNOWN_CONTEXT = bytes(KEY_BYTES)
+_UNKNOWN_CONTEXT_HEX = _UNKNOWN_CONTEXT.hex()
 
 
 class ChunkIndex:
@@ -165,6 +166,21 @@ class _State(SimpleNamespace):
     def context(self, row: int) -> str:
         context = self.row_context[row].tobytes()
         return "" if context == _UNKNOWN_CONTEXT else context.hex()
+
+    def keys_of(self, rows: np.ndarray) -> list[str]:
+        digits, width = self.row_key[rows].tobytes().hex(), 2 * KEY_BYTES
+        keys = [digits[start : start + width] for start in range(0, len(digits), width)]
+        if self.odd_names:
+            keys = [self.odd_names.get(row, key) for row, key in zip(rows.tolist(), keys)]
+        return keys
+
+    def contexts_of(self, rows: np.ndarray) -> list[str]:
+        digits, width = self.row_context[rows].tobytes().hex(), 2 * KEY_BYTES
+        contexts = (digits[start : start + width] for start in range(0, len(digits), width))
+        return ["" if context == _UNKNOWN_CONTEXT_HEX else context for context in contexts]
+
+    def source_names_of(self, rows: np.ndarray) -> list[str]:
+        return [self.source_names[number] for number in self.row_source[rows].tolist()]
 
     def record(self, row: int) -> ChunkRecord:
         first = int(self.row_cell[row]) * self.anchor_tokens
