@@ -1,0 +1,503 @@
+"""Which chunks the cluster has stored: one actor that knows, and threads that keep every engine's copy up to date.
+
+The directory holds no KV: per chunk its token ids, where its KV was computed, its size, its pin and the nodes that have
+it. It only repeats what the store's headers say: a restarted directory reads the store again under a new epoch, and
+subscribers replace what they knew. Nobody who serves a request ever waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from actors.store_follower import StoreFollower
+from ucm_ray.store.base import ChunkMeta
+
+logger = logging.getLogger("ucm_ray.directory")
+
+ACTOR_NAME = "ucm_chunk_directory"
+RAY_NAMESPACE = "ucm_ray"
+_POLL_S = 0.05
+
+
+class DirectoryRecord(NamedTuple):
+    """What travels to subscribers; the first five fields are those of `ucm_ray.blend.ChunkRecord`."""
+
+    key: str
+    token_ids: np.ndarray
+    source_id: str
+    source_position: int
+    context_key: str
+    context: str
+    num_bytes: int
+    created_s: float
+
+    @classmethod
+    def from_meta(cls, meta: ChunkMeta) -> DirectoryRecord:
+        """`num_bytes` counts the KV of all tensor-parallel ranks."""
+        return cls(meta.key, meta.token_ids, meta.source_id, meta.source_position, meta.context_key, meta.context,
+                   meta.payload_bytes * meta.world_size, meta.created_s)
+
+
+class Change(NamedTuple):
+    """One step from a version of the directory to the next."""
+
+    version: int
+    operation: str  # "add", "remove", "pin" or "unpin"
+    namespace: str
+    records: tuple[DirectoryRecord, ...] = ()
+    keys: tuple[str, ...] = ()
+
+
+@dataclass
+class Changes:
+    """Answer to a subscriber. `snapshot` (everything, by namespace) instead of changes when it is too far behind."""
+
+    epoch: str
+    version: int
+    changes: list[Change] = field(default_factory=list)
+    snapshot: dict[str, list[DirectoryRecord]] | None = None
+    pins: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _locked(method: Callable) -> Callable:
+    """The table is changed by the actor's calls and by the thread that follows the store."""
+
+    @functools.wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return guarded
+
+
+@dataclass
+class _Entry:
+    record: DirectoryRecord
+    nodes: set[str]
+
+
+class ChunkTable:
+    """The directory without Ray: entries by namespace and key, a bounded log of versioned changes.
+
+    When `max_chunks` are known, the oldest one that is not pinned is forgotten (not deleted): it is then no longer
+    reused until it is saved or the store is read again.
+    """
+
+    def __init__(self, max_chunks: int = 1_000_000, log_length: int = 10_000):
+        self.epoch = uuid.uuid4().hex
+        self.version = 0
+        self._max_chunks = max_chunks
+        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
+        self._by_namespace: dict[str, OrderedDict[str, _Entry]] = {}
+        self._pins: dict[str, set[str]] = {}
+        self._log: deque[Change] = deque(maxlen=log_length)
+        self._lock = threading.RLock()
+        self.forgotten = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @_locked
+    def add(self, namespace: str, records: Iterable[DirectoryRecord], node: str = "") -> int:
+        """Returns how many were new."""
+        new = []
+        table = self._by_namespace.setdefault(namespace, OrderedDict())
+        for record in records:
+            known = table.get(record.key)
+            if known is not None:
+                known.nodes.add(node)
+                continue
+            table[record.key] = self._entries[(namespace, record.key)] = _Entry(record, {node})
+            new.append(record)
+        if new:
+            self._append("add", namespace, records=tuple(new))
+        self._forget_surplus()
+        return len(new)
+
+    @_locked
+    def remove(self, namespace: str, keys: Iterable[str], node: str | None = None) -> list[str]:
+        """Remove chunks, or only one node's copies. Returns the keys that nobody has any more."""
+        gone = []
+        table = self._by_namespace.get(namespace, {})
+        for key in keys:
+            entry = table.get(key)
+            if entry is None:
+                continue
+            entry.nodes = entry.nodes - {node} if node is not None else set()
+            if not entry.nodes:
+                gone.append(key)
+        self._drop(namespace, gone)
+        return gone
+
+    @_locked
+    def pin(self, namespace: str, keys: Iterable[str], pinned: bool) -> list[str]:
+        """Pin or unpin known chunks. Returns the keys whose state changed."""
+        pins = self._pins.setdefault(namespace, set())
+        known = [key for key in keys if key in self._by_namespace.get(namespace, {}) and (key in pins) != pinned]
+        if known:
+            (pins.update if pinned else pins.difference_update)(known)
+            self._append("pin" if pinned else "unpin", namespace, keys=tuple(known))
+        return known
+
+    @_locked
+    def is_pinned(self, namespace: str, key: str) -> bool:
+        return key in self._pins.get(namespace, ())
+
+    @_locked
+    def pins(self) -> dict[str, list[str]]:
+        return {namespace: sorted(keys) for namespace, keys in self._pins.items() if keys}
+
+    @_locked
+    def keys(self, namespace: str) -> list[str]:
+        return list(self._by_namespace.get(namespace, ()))
+
+    @_locked
+    def namespaces(self) -> list[str]:
+        return [namespace for namespace, table in self._by_namespace.items() if table]
+
+    @_locked
+    def get(self, namespace: str, key: str) -> DirectoryRecord | None:
+        entry = self._by_namespace.get(namespace, {}).get(key)
+        return entry.record if entry else None
+
+    @_locked
+    def nodes(self, namespace: str, key: str) -> set[str]:
+        entry = self._by_namespace.get(namespace, {}).get(key)
+        return set(entry.nodes) if entry else set()
+
+    @_locked
+    def records(self, namespace: str) -> list[DirectoryRecord]:
+        return [entry.record for entry in self._by_namespace.get(namespace, {}).values()]
+
+    @_locked
+    def since(self, epoch: str, version: int) -> Changes:
+        """What happened after `version` of `epoch`, or everything."""
+        answer = Changes(self.epoch, self.version)
+        oldest = self._log[0].version if self._log else self.version + 1
+        if epoch != self.epoch or version < oldest - 1:
+            answer.snapshot = {namespace: self.records(namespace) for namespace in self.namespaces()}
+            answer.pins = self.pins()
+        elif version < self.version:
+            answer.changes = [change for change in self._log if change.version > version]
+        return answer
+
+    def _append(self, operation: str, namespace: str, records: tuple = (), keys: tuple = ()) -> None:
+        self.version += 1
+        self._log.append(Change(self.version, operation, namespace, records, keys))
+
+    def _drop(self, namespace: str, keys: Sequence[str]) -> None:
+        if not keys:
+            return
+        table = self._by_namespace[namespace]
+        for key in keys:
+            del table[key], self._entries[(namespace, key)]
+        self._pins.get(namespace, set()).difference_update(keys)
+        self._append("remove", namespace, keys=tuple(keys))
+
+    def _forget_surplus(self) -> None:
+        surplus = len(self._entries) - self._max_chunks
+        if surplus <= 0:
+            return
+        victims: dict[str, list[str]] = {}
+        for namespace, key in self._entries:
+            if not self.is_pinned(namespace, key):
+                victims.setdefault(namespace, []).append(key)
+                surplus -= 1
+                if not surplus:
+                    break
+        for namespace, keys in victims.items():
+            self.forgotten += len(keys)
+            self._drop(namespace, keys)
+
+
+class ChunkDirectory:
+    """The actor. Its methods are coroutines, so that hundreds of waiting subscribers cost nothing.
+
+    `store_config` is the connector's: a shared folder is followed, whoever writes to it, and chunks are deleted in it.
+    None where every node has its own folder: then `ChunkSource` actors report what they hold.
+    """
+
+    def __init__(self, store_config: dict[str, Any] | None = None, max_chunks: int = 1_000_000, refresh_s: float = 0.25):
+        self._table = ChunkTable(max_chunks)
+        self._follower: StoreFollower | None = None
+        self._pin_file: Path | None = None
+        self._started_s = time.time()
+        if store_config is not None:
+            self._follower = StoreFollower(store_config)
+            self._pin_file = self._follower.root / ".store" / "directory_pins.json"
+            self._apply_store()
+            self._restore_pins()
+            threading.Thread(target=self._follow, args=(refresh_s,), name="ucm-store-follower", daemon=True).start()
+
+    async def add(self, namespace: str, records: list[DirectoryRecord], node: str = "") -> int:
+        return self._table.add(namespace, records, node)
+
+    async def remove(self, namespace: str, keys: list[str], node: str | None = None) -> int:
+        """Chunks that vanished by themselves (evicted, or found damaged), from one node or from all."""
+        return len(self._table.remove(namespace, keys, node))
+
+    async def delete(self, namespace: str, keys: list[str]) -> int:
+        """Delete chunks everywhere: the shared files now, every engine's copy when its subscriber hears of it."""
+        pinned = any(self._table.is_pinned(namespace, key) for key in keys)
+        if self._follower is not None:
+            await asyncio.to_thread(self._follower.store.delete, namespace, keys)
+        gone = self._table.remove(namespace, keys)
+        if pinned:
+            self._save_pins()
+        return len(gone)
+
+    async def clear(self, namespace: str) -> int:
+        return await self.delete(namespace, self._table.keys(namespace))
+
+    async def pin(self, namespace: str, keys: list[str], pinned: bool = True) -> int:
+        changed = self._table.pin(namespace, keys, pinned)
+        if changed and self._follower is not None:
+            store = self._follower.store
+            await asyncio.to_thread(store.pin if pinned else store.unpin, namespace, changed)
+        if changed:
+            self._save_pins()
+        return len(changed)
+
+    async def chunks(self, namespace: str, offset: int = 0, limit: int = 100,
+                     source_id: str | None = None) -> tuple[int, list[dict[str, Any]]]:
+        """`(how many there are, one page of them)` as plain dictionaries without token ids."""
+        records = self._table.records(namespace)
+        if source_id is not None:
+            records = [record for record in records if record.source_id == source_id]
+        return len(records), [self._describe(namespace, record) for record in records[offset:offset + limit]]
+
+    async def chunk(self, namespace: str, key: str) -> dict[str, Any] | None:
+        record = self._table.get(namespace, key)
+        if record is None:
+            return None
+        return self._describe(namespace, record) | {"token_ids": record.token_ids.tolist()}
+
+    async def documents(self, namespace: str, offset: int = 0, limit: int = 100) -> tuple[int, list[dict[str, Any]]]:
+        """Ingested sequences: chunks of canonical context, grouped by the sequence their KV was computed in."""
+        grouped: dict[str, list[DirectoryRecord]] = {}
+        for record in self._table.records(namespace):
+            if record.context == "canonical":
+                grouped.setdefault(record.source_id, []).append(record)
+        page = list(grouped.items())[offset:offset + limit]
+        return len(grouped), [self._describe_document(namespace, name, records) for name, records in page]
+
+    async def stats(self, namespace: str | None = None) -> dict[str, Any]:
+        """Numbers of one namespace, or of everything."""
+        names = [namespace] if namespace is not None else self._table.namespaces()
+        records = [record for name in names for record in self._table.records(name)]
+        return {
+            "chunks": len(records),
+            "tokens": sum(len(record.token_ids) for record in records),
+            "bytes": sum(record.num_bytes for record in records),
+            "pinned": sum(len(self._table.pins().get(name, ())) for name in names),
+            "version": self._table.version,
+            "epoch": self._table.epoch,
+            "uptime_s": time.time() - self._started_s,
+        } | ({} if namespace is not None else {"namespaces": len(names), "forgotten": self._table.forgotten})
+
+    async def owners(self, namespace: str, keys: list[str]) -> list[list[str]]:
+        """Per key the nodes that have it; the empty name is a folder every node sees."""
+        return [sorted(self._table.nodes(namespace, key)) for key in keys]
+
+    async def changes(self, epoch: str = "", version: int = 0, wait_s: float = 0.0) -> Changes:
+        """Changes after `version`; waits up to `wait_s` for the first one."""
+        deadline_s = time.monotonic() + wait_s
+        while epoch == self._table.epoch and version == self._table.version and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_S)
+        return self._table.since(epoch, version)
+
+    async def reread(self) -> None:
+        """Look at the shared folder now rather than at the next turn."""
+        if self._follower is not None:
+            await asyncio.to_thread(self._apply_store)
+
+    async def ping(self) -> int:
+        """The actor's process id."""
+        return os.getpid()
+
+    def _follow(self, refresh_s: float) -> None:
+        while True:
+            time.sleep(refresh_s)
+            try:
+                self._apply_store()
+            except Exception:
+                logger.exception("reading the list of stored chunks failed; it is tried again")
+
+    def _apply_store(self) -> None:
+        added, removed = self._follower.changes()
+        for namespace, metas in added.items():
+            self._table.add(namespace, [DirectoryRecord.from_meta(meta) for meta in metas])
+        for namespace, keys in removed.items():
+            self._table.remove(namespace, keys)
+
+    def _restore_pins(self) -> None:
+        try:
+            pins = json.loads(self._pin_file.read_text())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            logger.warning("%s: pins are lost: %s", self._pin_file, error)
+            return
+        for namespace, keys in pins.items():
+            self._follower.store.pin(namespace, self._table.pin(namespace, keys, True))
+
+    def _save_pins(self) -> None:
+        if self._pin_file is None:
+            return
+        temporary = self._pin_file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(self._table.pins()))
+            temporary.replace(self._pin_file)
+        except OSError as error:
+            logger.warning("pins cannot be saved to %s: %s", self._pin_file, error)
+
+    def _describe(self, namespace: str, record: DirectoryRecord) -> dict[str, Any]:
+        return {
+            "key": record.key,
+            "document": record.source_id if record.context == "canonical" else None,
+            "source_position": record.source_position,
+            "num_tokens": len(record.token_ids),
+            "num_bytes": record.num_bytes,
+            "context": record.context,
+            "pinned": self._table.is_pinned(namespace, record.key),
+            "nodes": sorted(node for node in self._table.nodes(namespace, record.key) if node),
+            "created_s": record.created_s,
+        }
+
+    def _describe_document(self, namespace: str, name: str, records: list[DirectoryRecord]) -> dict[str, Any]:
+        return {
+            "id": name,
+            "num_tokens": sum(len(record.token_ids) for record in records),
+            "num_chunks": len(records),
+            "num_bytes": sum(record.num_bytes for record in records),
+            "pinned": all(self._table.is_pinned(namespace, record.key) for record in records),
+            "created_s": min(record.created_s for record in records),
+        }
+
+
+def directory_name(store_config: dict[str, Any]) -> str:
+    """The actor's name: engines and ingresses of one store meet at one directory, those of another at another."""
+    backends = store_config["storage_backends"]
+    folders = [backends] if isinstance(backends, str) else list(backends)
+    told = json.dumps([str(Path(folder).expanduser()) for folder in folders])
+    return f"{ACTOR_NAME}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+
+
+def start_directory(store_config: dict[str, Any] | None, max_chunks: int = 1_000_000, name: str = ACTOR_NAME,
+                    num_cpus: float = 0.0) -> Any:
+    """The handle of the cluster's directory, started if it is not there. Ray restarts it whenever it dies."""
+    import ray
+
+    actor = ray.remote(ChunkDirectory)
+    return actor.options(name=name, namespace=RAY_NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
+                         max_task_retries=0, max_concurrency=1000, num_cpus=num_cpus).remote(store_config, max_chunks)
+
+
+class DirectorySubscriber(threading.Thread):
+    """Keeps a local copy of the directory current; one thread per engine or ingress.
+
+    `on_add(namespace, records)` and `on_remove(namespace, keys)` are called from this thread only, never concurrently.
+    While the directory is away the copy stays as it is; when it comes back under another epoch, only differences are
+    passed on. `connect` returns the actor's handle and may raise until there is one.
+    """
+
+    def __init__(self, on_add: Callable[[str, list[DirectoryRecord]], None],
+                 on_remove: Callable[[str, list[str]], None],
+                 on_pin: Callable[[str, list[str], bool], None] | None = None,
+                 connect: Callable[[], Any] | None = None, wait_s: float = 5.0, retry_s: float = 0.5):
+        super().__init__(name="ucm-directory-subscriber", daemon=True)
+        self._on_add, self._on_remove, self._on_pin = on_add, on_remove, on_pin
+        self._connect = connect or connect_directory
+        self._wait_s, self._retry_s = wait_s, retry_s
+        self._known: dict[str, set[str]] = {}
+        self._pinned: dict[str, set[str]] = {}
+        self._stopped = threading.Event()
+        self.epoch, self.version = "", 0
+        self.synchronised = threading.Event()
+        self.last_contact_s = 0.0
+
+    def run(self) -> None:
+        import ray
+
+        actor = None
+        while not self._stopped.is_set():
+            try:
+                actor = actor or self._connect()
+                answer = ray.get(actor.changes.remote(self.epoch, self.version, self._wait_s),
+                                 timeout=self._wait_s + 10)
+            except Exception as error:  # whatever is wrong with the directory, requests go on without it
+                if self.synchronised.is_set() or not self.last_contact_s:
+                    logger.info("chunk directory does not answer (%s), asking again", type(error).__name__)
+                self.synchronised.clear()
+                actor = None
+                self._stopped.wait(self._retry_s)
+                continue
+            self.last_contact_s = time.time()
+            self.apply(answer)
+            self.synchronised.set()
+
+    def close(self) -> None:
+        """Stop; the thread ends at the latest when the pending question is answered."""
+        self._stopped.set()
+
+    def apply(self, answer: Changes) -> None:
+        if answer.snapshot is not None:
+            self._apply_snapshot(answer)
+        for change in answer.changes:
+            known = self._known.setdefault(change.namespace, set())
+            if change.operation == "add":
+                known.update(record.key for record in change.records)
+                self._on_add(change.namespace, list(change.records))
+            elif change.operation == "remove":
+                known.difference_update(change.keys)
+                self._pin(change.namespace, change.keys, False)
+                self._on_remove(change.namespace, list(change.keys))
+            else:
+                self._pin(change.namespace, change.keys, change.operation == "pin")
+        self.epoch, self.version = answer.epoch, answer.version
+
+    def _apply_snapshot(self, answer: Changes) -> None:
+        for namespace in set(self._known) | set(answer.snapshot):
+            records = answer.snapshot.get(namespace, [])
+            known, now = self._known.get(namespace, set()), {record.key for record in records}
+            if gone := known - now:
+                self._on_remove(namespace, sorted(gone))
+            if new := [record for record in records if record.key not in known]:
+                self._on_add(namespace, new)
+            self._known[namespace] = now
+        for namespace in set(self._pinned) | set(answer.pins):
+            pins = set(answer.pins.get(namespace, ()))
+            self._pin(namespace, self._pinned.get(namespace, set()) - pins, False)
+            self._pin(namespace, pins, True)
+
+    def _pin(self, namespace: str, keys: Iterable[str], pinned: bool) -> None:
+        pins = self._pinned.setdefault(namespace, set())
+        changed = [key for key in keys if (key in pins) != pinned]
+        if changed:
+            (pins.update if pinned else pins.difference_update)(changed)
+            if self._on_pin is not None:
+                self._on_pin(namespace, changed, pinned)
+
+
+def connect_directory(name: str = ACTOR_NAME) -> Any:
+    """The directory's handle, joining the running cluster first where this process has not. Raises without either."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address="auto", namespace=RAY_NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    return ray.get_actor(name, namespace=RAY_NAMESPACE)

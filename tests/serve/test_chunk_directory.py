@@ -1,0 +1,201 @@
+"""The directory without Ray: versions, bounded memory, following a store, and what a subscriber makes of it."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from actors.chunk_directory import ChunkDirectory, ChunkTable, DirectoryRecord, DirectorySubscriber, directory_name
+from ucm_ray.store.base import ChunkMeta
+from ucm_ray.store.factory import UcmConnectorFactory
+
+SPACE, OTHER = "aa" * 16, "bb" * 16
+
+
+def record(number: int, source: str = "cc" * 16, context: str = "canonical") -> DirectoryRecord:
+    tokens = np.arange(number, number + 16, dtype=np.int32)
+    return DirectoryRecord(f"{number:032x}", tokens, source, 400 + number, "", context, 1000, float(number))
+
+
+def keys(*numbers: int) -> list[str]:
+    return [f"{number:032x}" for number in numbers]
+
+
+def meta_and_kv(number: int, namespace: str = SPACE) -> tuple[ChunkMeta, torch.Tensor]:
+    meta = ChunkMeta(key=f"{number:032x}", namespace=namespace, token_ids=np.arange(16) + number, source_id="cc" * 16,
+                     source_position=400, num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32",
+                     context="canonical")
+    return meta, torch.zeros(meta.shape)
+
+
+class Copy:
+    """A subscriber's view, without its thread."""
+
+    def __init__(self):
+        self.chunks: dict[str, set[str]] = {}
+        self.pins: dict[str, set[str]] = {}
+        self.subscriber = DirectorySubscriber(self._add, self._remove, self._pin)
+
+    def _add(self, namespace, records):
+        self.chunks.setdefault(namespace, set()).update(one.key for one in records)
+
+    def _remove(self, namespace, gone):
+        self.chunks[namespace] -= set(gone)
+
+    def _pin(self, namespace, changed, pinned):
+        pins = self.pins.setdefault(namespace, set())
+        (pins.update if pinned else pins.difference_update)(changed)
+
+    def follow(self, table: ChunkTable):
+        answer = table.since(self.subscriber.epoch, self.subscriber.version)
+        self.subscriber.apply(answer)
+        return answer
+
+
+def test_a_subscriber_that_follows_versions_knows_what_the_directory_knows():
+    table, copy = ChunkTable(), Copy()
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        space = SPACE if generator.random() < 0.5 else OTHER
+        number = int(generator.integers(0, 40))
+        action = generator.random()
+        if action < 0.6:
+            table.add(space, [record(number), record(number + 1)])
+        elif action < 0.9:
+            table.remove(space, keys(number))
+        else:
+            table.pin(space, keys(number), generator.random() < 0.7)
+        if generator.random() < 0.3:
+            copy.follow(table)
+    copy.follow(table)
+    for space in (SPACE, OTHER):
+        assert copy.chunks[space] == set(table.keys(space))
+        assert copy.pins.get(space, set()) == set(table.pins().get(space, []))
+
+
+def test_changes_are_sent_once_and_only_the_new_ones():
+    table, copy = ChunkTable(), Copy()
+    copy.follow(table)
+    table.add(SPACE, [record(1)])
+    assert [change.operation for change in copy.follow(table).changes] == ["add"]
+    table.add(SPACE, [record(1), record(2)])
+    answer = copy.follow(table)
+    assert [one.key for one in answer.changes[0].records] == keys(2)
+    assert copy.follow(table).changes == []
+
+
+def test_a_subscriber_too_far_behind_gets_everything_and_keeps_no_ghosts():
+    table, copy = ChunkTable(log_length=5), Copy()
+    table.add(SPACE, [record(1), record(2)])
+    copy.follow(table)
+    for number in range(10, 30):
+        table.add(SPACE, [record(number)])
+    table.remove(SPACE, keys(1))
+    assert copy.follow(table).snapshot is not None
+    assert copy.chunks[SPACE] == set(table.keys(SPACE)) and keys(1)[0] not in copy.chunks[SPACE]
+
+
+def test_a_restarted_directory_replaces_what_subscribers_knew():
+    before, after, copy = ChunkTable(), ChunkTable(), Copy()
+    before.add(SPACE, [record(1), record(2)])
+    before.pin(SPACE, keys(1), True)
+    copy.follow(before)
+    after.add(SPACE, [record(2), record(3)])
+    copy.follow(after)
+    assert copy.chunks[SPACE] == set(keys(2, 3)) and not copy.pins[SPACE]
+
+
+def test_memory_is_bounded_and_pinned_chunks_are_not_forgotten():
+    table = ChunkTable(max_chunks=10)
+    table.add(SPACE, [record(0)])
+    table.pin(SPACE, keys(0), True)
+    for number in range(1, 50):
+        table.add(SPACE, [record(number)])
+    assert len(table) == 10 and table.forgotten == 40
+    assert table.keys(SPACE) == keys(0, *range(41, 50))
+
+
+def test_a_chunk_of_two_nodes_is_gone_when_both_have_lost_it():
+    table = ChunkTable()
+    table.add(SPACE, [record(1)], node="one")
+    table.add(SPACE, [record(1)], node="two")
+    assert table.nodes(SPACE, keys(1)[0]) == {"one", "two"}
+    assert table.remove(SPACE, keys(1), node="one") == []
+    assert table.remove(SPACE, keys(1), node="two") == keys(1)
+
+
+@pytest.fixture
+def store_config(tmp_path):
+    return {"storage_backends": str(tmp_path / "store"), "store_pipeline": "Cache|Posix",
+            "cache_capacity_bytes": 2**20, "posix_capacity_bytes": 2**24}
+
+
+@pytest.fixture
+def engine_store(store_config):
+    store = UcmConnectorFactory.create_connector(store_config, 0)
+    yield store
+    store.close()
+
+
+def ask(coroutine):
+    return asyncio.run(coroutine)
+
+
+def test_the_directory_finds_what_engines_store_and_deletes_it_in_the_shared_folder(store_config, engine_store):
+    engine_store.save(*meta_and_kv(1))
+    directory = ChunkDirectory(store_config, refresh_s=3600)
+    engine_store.save(*meta_and_kv(2))
+    engine_store.save(*meta_and_kv(3, OTHER))
+    ask(directory.reread())
+    total, page = ask(directory.chunks(SPACE))
+    assert total == 2 and {chunk["key"] for chunk in page} == set(keys(1, 2))
+    assert ask(directory.stats(SPACE))["bytes"] == 2 * meta_and_kv(1)[0].payload_bytes
+    assert ask(directory.delete(SPACE, keys(1, 7))) == 1
+    assert engine_store.posix.lookup(SPACE, keys(1, 2)).tolist() == [False, True]
+    assert ask(directory.clear(SPACE)) == 1
+    assert ask(directory.chunks(OTHER))[0] == 1, "another namespace lost its chunk"
+
+
+def test_a_chunk_that_an_engine_evicted_leaves_the_directory(store_config, engine_store):
+    engine_store.save(*meta_and_kv(1))
+    directory = ChunkDirectory(store_config, refresh_s=3600)
+    engine_store.delete(SPACE, keys(1))
+    ask(directory.reread())
+    assert ask(directory.chunks(SPACE))[0] == 0
+
+
+def test_pins_and_chunks_survive_a_restart(store_config, engine_store):
+    for number in (1, 2):
+        engine_store.save(*meta_and_kv(number))
+    directory = ChunkDirectory(store_config, refresh_s=3600)
+    assert ask(directory.pin(SPACE, keys(1))) == 1
+    again = ChunkDirectory(store_config, refresh_s=3600)
+    described = {chunk["key"]: chunk["pinned"] for chunk in ask(again.chunks(SPACE))[1]}
+    assert described == {keys(1)[0]: True, keys(2)[0]: False}
+
+
+def test_documents_are_the_chunks_of_one_ingested_sequence(store_config):
+    directory = ChunkDirectory()
+    ask(directory.add(SPACE, [record(1), record(2), record(3, "dd" * 16), record(4, "ee" * 16, "request")]))
+    total, page = ask(directory.documents(SPACE))
+    assert total == 2
+    assert [(one["id"], one["num_chunks"], one["num_tokens"]) for one in page] == [
+        ("cc" * 16, 2, 32), ("dd" * 16, 1, 16)]
+
+
+def test_waiting_for_changes_ends_when_there_is_one(store_config):
+    async def scenario():
+        directory = ChunkDirectory()
+        first = await directory.changes()
+        waiting = asyncio.create_task(directory.changes(first.epoch, first.version, wait_s=10))
+        await asyncio.sleep(0.05)
+        await directory.add(SPACE, [record(1)])
+        return await asyncio.wait_for(waiting, 1)
+
+    assert len(ask(scenario()).changes) == 1
+
+
+def test_one_store_has_one_directory(tmp_path):
+    assert directory_name({"storage_backends": str(tmp_path)}) == directory_name({"storage_backends": [str(tmp_path)]})
+    assert directory_name({"storage_backends": "/a"}) != directory_name({"storage_backends": "/b"})

@@ -1,0 +1,179 @@
+"""What the routes under `/ucm/v1` take and give, with their limits; the OpenAPI schema at `/openapi.json` is made of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_DOCUMENTS = 64
+MAX_TEXT_CHARS = 1_000_000
+MAX_TOKENS = 262_144
+MAX_KEYS = 10_000
+MAX_PAGE = 1_000
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Document(_Body):
+    """A text, or its token ids. Give the text exactly as prompts will contain it."""
+
+    text: str | None = Field(default=None, min_length=1, max_length=MAX_TEXT_CHARS)
+    token_ids: list[int] | None = Field(default=None, min_length=1, max_length=MAX_TOKENS)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Document:
+        if (self.text is None) == (self.token_ids is None):
+            raise ValueError("expected exactly one of 'text' and 'token_ids'")
+        return self
+
+
+class IngestRequest(_Body):
+    """Documents to compute and store before anybody asks about them."""
+
+    documents: list[Document] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+    model: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    pin: bool = Field(default=False, description="keep them whatever else needs room")
+
+
+class IngestedDocument(BaseModel):
+    id: str = Field(description="of the sequence its KV was computed in; delete and list documents by it")
+    num_tokens: int
+    num_chunks: int
+    num_bytes: int
+    new_chunks: int = Field(description="chunks that were not stored before")
+    chunks: list[str] = Field(description="keys of its chunks, in order")
+    seconds: float
+
+
+class IngestResponse(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[IngestedDocument]
+
+
+class LookupRequest(_Body):
+    """A prompt as it would be sent: `messages`, `prompt` or `token_ids`. Nothing is computed."""
+
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    prompt: str | None = Field(default=None, min_length=1, max_length=MAX_TEXT_CHARS)
+    token_ids: list[int] | None = Field(default=None, min_length=1, max_length=MAX_TOKENS)
+    model: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    budget: float | None = Field(default=None, ge=0.0, le=1.0)
+    tokens: bool = Field(default=False, description="also give every token's text")
+
+    @model_validator(mode="after")
+    def _one_of_three(self) -> LookupRequest:
+        if sum(value is not None for value in (self.messages, self.prompt, self.token_ids)) != 1:
+            raise ValueError("expected exactly one of 'messages', 'prompt' and 'token_ids'")
+        return self
+
+
+class Span(BaseModel):
+    """Tokens [start, end) of the prompt."""
+
+    start: int
+    end: int
+    match: Literal["full_match", "partial_match", "no_match"]
+    chunk: str | None = None
+    document: str | None = None
+    source_position: int | None = None
+    mismatched: list[int] = Field(default_factory=list, description="positions whose token differs: recomputed")
+
+
+class LookupResponse(BaseModel):
+    prompt_tokens: int
+    reusable_tokens: int = Field(description="tokens whose KV is stored")
+    recomputed_tokens: int = Field(description="tokens of them that the budget would recompute")
+    computed_tokens: int = Field(description="tokens that have to be computed in any case")
+    estimated_saving: float = Field(description="share of the prompt's prefill that would not be computed")
+    estimated_saving_s: float | None = Field(description="seconds, once the service has seen a prefill to judge by")
+    spans: list[Span]
+    tokens: list[str] | None = None
+
+
+class ChunkInfo(BaseModel):
+    key: str
+    document: str | None
+    source_position: int
+    num_tokens: int
+    num_bytes: int
+    context: str
+    pinned: bool
+    nodes: list[str]
+    created_s: float
+
+
+class ChunkDetail(ChunkInfo):
+    token_ids: list[int]
+    text: str
+
+
+class ChunkPage(BaseModel):
+    object: Literal["list"] = "list"
+    total: int
+    offset: int
+    data: list[ChunkInfo]
+
+
+class DocumentInfo(BaseModel):
+    id: str
+    num_tokens: int
+    num_chunks: int
+    num_bytes: int
+    pinned: bool
+    created_s: float
+
+
+class DocumentPage(BaseModel):
+    object: Literal["list"] = "list"
+    total: int
+    offset: int
+    data: list[DocumentInfo]
+
+
+class KeysRequest(_Body):
+    """Chunks by key, or all chunks of documents by document id."""
+
+    keys: list[str] = Field(default_factory=list, max_length=MAX_KEYS)
+    documents: list[str] = Field(default_factory=list, max_length=MAX_KEYS)
+    model: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+    @model_validator(mode="after")
+    def _something(self) -> KeysRequest:
+        if not (self.keys or self.documents):
+            raise ValueError("expected at least one key in 'keys' or one id in 'documents'")
+        return self
+
+
+class PinRequest(KeysRequest):
+    pinned: bool = True
+
+
+class Affected(BaseModel):
+    """How many chunks a request changed."""
+
+    chunks: int
+
+
+class RetrieveRequest(_Body):
+    """Score KV blocks by a query: the interface ESA uses while decoding, open to experiments."""
+
+    query: list[list[float]] = Field(min_length=1, description="[num_heads, head_dim]")
+    block_hashes: list[str] = Field(min_length=1, max_length=MAX_KEYS)
+    k: int = Field(ge=1, le=MAX_KEYS)
+
+
+class Statistics(BaseModel):
+    """Of the caller's own cache and requests only."""
+
+    chunks: int
+    tokens: int
+    bytes: int
+    pinned: int
+    requests: dict[str, float] = Field(description="receipts of the caller's requests, summed")
+    directory: dict[str, Any]

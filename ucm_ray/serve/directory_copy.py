@@ -1,0 +1,51 @@
+"""A copy of the chunk directory that is asked without any network: one index per namespace, kept by a subscriber."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+from actors.chunk_directory import DirectoryRecord, DirectorySubscriber
+from ucm_ray.blend.chunk import ChunkRecord
+from ucm_ray.blend.index import ChunkIndex
+
+
+class DirectoryCopy:
+    """What this process knows of the stored chunks; behind the directory by about one call."""
+
+    def __init__(self, connect: Callable[[], Any], anchor_tokens: int):
+        self._anchor_tokens = anchor_tokens
+        self._indexes: dict[str, ChunkIndex] = {}
+        self._sizes: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._lock = Lock()
+        self.subscriber = DirectorySubscriber(self._add, self._remove, connect=connect)
+        self.subscriber.start()
+
+    def index(self, namespace: str) -> ChunkIndex:
+        with self._lock:
+            if namespace not in self._indexes:
+                self._indexes[namespace] = ChunkIndex(self._anchor_tokens)
+            return self._indexes[namespace]
+
+    def num_bytes(self, namespace: str, key: str) -> int:
+        """Bytes of a chunk's KV; 0 if unknown."""
+        return self._sizes.get((namespace, key), 0)
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether the directory answered the last question."""
+        return self.subscriber.synchronised.is_set()
+
+    def close(self) -> None:
+        self.subscriber.close()
+
+    def _add(self, namespace: str, records: list[DirectoryRecord]) -> None:
+        self.index(namespace).add(ChunkRecord(*record[:5]) for record in records)
+        self._sizes.update({(namespace, record.key): record.num_bytes for record in records})
+
+    def _remove(self, namespace: str, keys: list[str]) -> None:
+        self.index(namespace).remove(keys)
+        for key in keys:
+            self._sizes.pop((namespace, key), None)

@@ -1,0 +1,81 @@
+"""The engine replica: Ray Serve LLM's server plus receipts on every answer, ingest, and what the ingress must know."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest, ErrorResponse
+from ray.llm._internal.serve.core.server.llm_server import LLMServer
+
+from ucm_ray.serve.receipts import append_receipt, no_receipt, record_receipts
+
+_KEPT_RECEIPTS = 4096
+
+
+class UcmLLMServer(LLMServer):
+    """One engine. Everything here runs beside the engine's step, in the replica's own process."""
+
+    async def start(self) -> None:
+        await super().start()
+        client = self.engine._engine_client
+        self._receipts: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._recorded = client.vllm_config.kv_transfer_config is not None
+        client.generate = record_receipts(client.generate, self._put_receipt)
+
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        return self._with_receipts(await super().chat(request, raw_request_info))
+
+    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
+        return self._with_receipts(await super().completions(request, raw_request_info))
+
+    async def describe(self) -> dict[str, Any]:
+        """What the ingress needs to know of the engine: the namespace of its KV without a salt, and limits."""
+        from ucm_ray.integration.vllm.settings import namespace_of
+
+        config = self.engine._engine_client.vllm_config
+        return {
+            "namespace": namespace_of(config).to_dict(),
+            "max_model_len": config.model_config.max_model_len,
+            "block_size": config.cache_config.block_size,
+            "pid": os.getpid(),
+        }
+
+    async def ingest(self, token_ids: list[int], kv_transfer_params: dict[str, Any], salt: str) -> dict[str, Any]:
+        """Compute a sequence once so that the connector stores its KV; the engine's receipt and the time it took.
+
+        Raises ValueError with the engine's words when it refuses the sequence.
+        """
+        started_s = time.perf_counter()
+        request = CompletionRequest(
+            model=self._llm_config.model_id, prompt=token_ids, max_tokens=1, temperature=0.0,
+            cache_salt=salt or None, kv_transfer_params=kv_transfer_params, request_id=f"ingest-{uuid.uuid4().hex}",
+        )
+        async for answer in self.engine.completions(request):
+            if isinstance(answer, ErrorResponse):
+                raise ValueError(answer.error.message)
+            receipt = (answer.kv_transfer_params or {}).get("ucm", {})
+        return {"receipt": receipt, "seconds": time.perf_counter() - started_s}
+
+    async def _with_receipts(self, answers: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for answer in append_receipt(answers, self._take_receipt):
+            if hasattr(answer, "kv_transfer_params") and hasattr(answer, "usage"):
+                receipt = self._take_receipt(answer.id, answer.usage.prompt_tokens if answer.usage else 0)
+                answer.kv_transfer_params = (answer.kv_transfer_params or {}) | {"ucm": receipt}
+            yield answer
+
+    def _put_receipt(self, response_id: str, receipt: dict[str, Any]) -> None:
+        self._receipts[response_id] = receipt
+        while len(self._receipts) > _KEPT_RECEIPTS:
+            self._receipts.popitem(last=False)
+
+    def _take_receipt(self, response_id: str, prompt_tokens: int = 0) -> dict[str, Any]:
+        receipt = self._receipts.pop(response_id, None)
+        if receipt is not None:
+            return receipt
+        reason = "the engine gave no receipt" if self._recorded else "blend and ESA are off"
+        return no_receipt(reason, prompt_tokens)

@@ -1,0 +1,245 @@
+"""The routes beside OpenAI's: `/ucm/v1`, metrics and the playground; and receipts on every OpenAI answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Path as PathParameter, Query, Request
+from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress
+from ray.llm._internal.serve.utils.server_utils import get_serve_request_id
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, Response
+
+from ucm_ray.serve import api
+from ucm_ray.serve.cache_service import CacheService
+from ucm_ray.serve.errors import ServiceError, bad_request, error_body, not_found, unavailable
+from ucm_ray.serve.receipts import split_receipt
+from ucm_ray.serve.router import PromptChunk, routing_hint
+
+logger = logging.getLogger(__name__)
+
+PLAYGROUND = Path(__file__).parent / "playground.html"
+
+Key = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{4,128}$")]
+Offset = Annotated[int, Query(ge=0)]
+Limit = Annotated[int, Query(ge=1, le=api.MAX_PAGE)]
+Salt = Annotated[str | None, Query(min_length=1, max_length=256, alias="cache_salt")]
+
+ROUTES: dict[str, Callable[[FastAPI], Callable[..., Any]]] = {
+    "ingest": lambda app: app.post("/ucm/v1/documents", response_model=api.IngestResponse, tags=["cache"]),
+    "list_documents": lambda app: app.get("/ucm/v1/documents", response_model=api.DocumentPage, tags=["cache"]),
+    "delete_document": lambda app: app.delete("/ucm/v1/documents/{key}", response_model=api.Affected, tags=["cache"]),
+    "list_chunks": lambda app: app.get("/ucm/v1/chunks", response_model=api.ChunkPage, tags=["cache"]),
+    "clear_chunks": lambda app: app.delete("/ucm/v1/chunks", response_model=api.Affected, tags=["cache"]),
+    "inspect_chunk": lambda app: app.get("/ucm/v1/chunks/{key}", response_model=api.ChunkDetail, tags=["cache"]),
+    "delete_chunk": lambda app: app.delete("/ucm/v1/chunks/{key}", response_model=api.Affected, tags=["cache"]),
+    "pin_chunks": lambda app: app.post("/ucm/v1/pin", response_model=api.Affected, tags=["cache"]),
+    "delete_chunks": lambda app: app.post("/ucm/v1/delete", response_model=api.Affected, tags=["cache"]),
+    "lookup": lambda app: app.post("/ucm/v1/lookup", response_model=api.LookupResponse, tags=["cache"]),
+    "read_receipt": lambda app: app.get("/ucm/v1/receipts/{request_id}", tags=["requests"]),
+    "statistics": lambda app: app.get("/ucm/v1/stats", response_model=api.Statistics, tags=["requests"]),
+    "metrics": lambda app: app.get("/metrics", include_in_schema=False),
+    "playground": lambda app: app.get("/ucm/", include_in_schema=False),
+}
+# the page itself holds no data; it asks for a key where one is needed
+OPEN_ROUTES = ("/ucm/", "/docs", "/openapi.json")
+
+
+class UcmRoutes(OpenAiIngress):
+    """Mixin of the ingress; `self.cache` is set by its constructor."""
+
+    cache: CacheService
+
+    # documents and chunks
+
+    async def ingest(self, body: api.IngestRequest, request: Request) -> api.IngestResponse:
+        """Compute and store documents, so that the first prompt with them is blended already."""
+        await self._get_model_id(body.model)
+        salt = caller_salt(request, body.cache_salt)
+        return api.IngestResponse(data=await self.cache.ingest(body.documents, salt, body.pin))
+
+    async def list_documents(self, request: Request, offset: Offset = 0, limit: Limit = 100,
+                             cache_salt: Salt = None) -> api.DocumentPage:
+        """Ingested documents, by the sequence their KV was computed in."""
+        return await self.cache.documents(caller_salt(request, cache_salt), offset, limit)
+
+    async def delete_document(self, key: Key, request: Request, cache_salt: Salt = None) -> api.Affected:
+        """Delete every chunk of a document."""
+        return await self.cache.delete(api.KeysRequest(documents=[key]), caller_salt(request, cache_salt))
+
+    async def list_chunks(self, request: Request, offset: Offset = 0, limit: Limit = 100,
+                          document: Annotated[str | None, Query(max_length=128)] = None,
+                          cache_salt: Salt = None) -> api.ChunkPage:
+        """Stored chunks, all or those of one document."""
+        return await self.cache.chunks(caller_salt(request, cache_salt), offset, limit, document)
+
+    async def inspect_chunk(self, key: Key, request: Request, cache_salt: Salt = None) -> api.ChunkDetail:
+        """One chunk with its tokens and text."""
+        return await self.cache.chunk(caller_salt(request, cache_salt), key)
+
+    async def delete_chunk(self, key: Key, request: Request, cache_salt: Salt = None) -> api.Affected:
+        """Delete one chunk."""
+        return await self.cache.delete(api.KeysRequest(keys=[key]), caller_salt(request, cache_salt))
+
+    async def delete_chunks(self, body: api.KeysRequest, request: Request) -> api.Affected:
+        """Delete many chunks or documents."""
+        return await self.cache.delete(body, caller_salt(request, body.cache_salt))
+
+    async def clear_chunks(self, request: Request, cache_salt: Salt = None) -> api.Affected:
+        """Delete everything the caller has stored."""
+        return await self.cache.clear(caller_salt(request, cache_salt))
+
+    async def pin_chunks(self, body: api.PinRequest, request: Request) -> api.Affected:
+        """Pin or unpin chunks: pinned ones are never evicted for room."""
+        return await self.cache.pin(body, caller_salt(request, body.cache_salt))
+
+    async def lookup(self, body: api.LookupRequest, request: Request) -> api.LookupResponse:
+        """What of a prompt would be reused, without running it."""
+        await self._get_model_id(body.model)
+        return await self.cache.lookup(body, caller_salt(request, body.cache_salt))
+
+    # requests
+
+    async def read_receipt(self, request_id: Annotated[str, PathParameter(max_length=256)],
+                           request: Request) -> dict[str, Any]:
+        """The receipt of one of the caller's last requests, by the `id` of its response."""
+        salt = caller_salt(request)
+        receipt = self.cache.receipts.get(salt, request_id) or await self._ask_peers(salt, request_id)
+        if receipt is None:
+            raise not_found(f"no receipt of a request {request_id!r}; it may be running, or too long ago", "request_id")
+        return {"request_id": request_id, "ucm": receipt}
+
+    async def statistics(self, request: Request) -> api.Statistics:
+        """Numbers of the caller's cache and requests."""
+        return await self.cache.statistics(caller_salt(request))
+
+    async def metrics(self) -> Response:
+        """Prometheus metrics of this ingress replica."""
+        body, content_type = await self.cache.exposition()
+        return Response(body, media_type=content_type)
+
+    async def playground(self) -> HTMLResponse:
+        """The page to try it all by hand."""
+        return HTMLResponse(PLAYGROUND.read_text(encoding="utf-8"))
+
+    async def local_receipt(self, salt: str, request_id: str) -> dict[str, Any] | None:
+        """What this ingress replica knows; called by its peers."""
+        return self.cache.receipts.get(salt, request_id)
+
+    async def _ask_peers(self, salt: str, request_id: str) -> dict[str, Any] | None:
+        if self.cache.settings.service.ingress_replicas == 1:
+            return None
+        from ray import serve
+
+        context = serve.get_replica_context()
+        handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        answers = await handle.broadcast("local_receipt", salt, request_id).results_async(
+            timeout_s=2.0, return_exceptions=True)
+        return next((answer for answer in answers if isinstance(answer, dict)), None)
+
+    # OpenAI routes
+
+    async def _get_response(self, *, body: Any, call_method: str,
+                            raw_request: Request | None = None) -> AsyncGenerator[Any, None]:
+        answers = super()._get_response
+        if call_method not in ("chat", "completions"):
+            async for answer in answers(body=body, call_method=call_method, raw_request=without_key(raw_request)):
+                yield answer
+            return
+        only_ucm(body)
+        salt = caller_salt(raw_request)
+        chunks = await self._tokenise(body)
+        with routing_hint(get_serve_request_id(), chunks):
+            stream = answers(body=body, call_method=call_method, raw_request=without_key(raw_request))
+            async for answer in self._with_receipts(stream, salt, _wants_usage(body)):
+                yield answer
+
+    async def _tokenise(self, body: Any) -> list[PromptChunk]:
+        """Put the prompt's ids into the request, so that no engine tokenises again; the stored chunks among them."""
+        if getattr(body, "echo", False) or getattr(body, "prompt_embeds", None) is not None:
+            return []
+        ids = body.prompt if _is_ids(getattr(body, "prompt", None)) else await self.cache.tokenizer.prompt(
+            body.model_dump(exclude_unset=True, exclude={"kv_transfer_params"}))
+        if not ids:
+            return []
+        if hasattr(body, "messages"):
+            body.kv_transfer_params["prompt_token_ids"] = ids
+        else:
+            body.prompt = ids
+        if self.cache.settings.service.router != "chunk_aware":
+            return []
+        return await asyncio.to_thread(self.cache.stored_chunks, ids, body.cache_salt or "")
+
+    async def _with_receipts(self, answers: AsyncIterator[Any], salt: str, wants_usage: bool) -> AsyncIterator[Any]:
+        """Keep every receipt; take it out of streams that did not ask for usage; end broken streams with an error."""
+        started = False
+        try:
+            async for answer in answers:
+                started = True
+                if isinstance(answer, list) and all(isinstance(event, str) for event in answer):
+                    answer = [self._keep(event, salt, wants_usage) for event in answer]
+                    answer = [event for event in answer if event]
+                    if not answer:
+                        continue
+                elif isinstance(getattr(answer, "kv_transfer_params", None), dict):
+                    self.cache.keep_receipt(salt, answer.id, answer.kv_transfer_params.get("ucm") or {})
+                yield answer
+        except Exception as error:
+            known = unavailable(error)
+            if not started:
+                raise known or error
+            self.cache.metrics.stream_failures.inc()
+            logger.warning("request %s: the stream broke: %s", get_serve_request_id(), type(error).__name__)
+            status, message = (known.status_code, known.message) if known else (500, "the stream ended with an error")
+            yield [f"data: {json.dumps(error_body(status, message))}\n\n", "data: [DONE]\n\n"]
+
+    def _keep(self, event: str, salt: str, wants_usage: bool) -> str:
+        rest, request_id, receipt = split_receipt(event)
+        if receipt is None:
+            return event
+        self.cache.keep_receipt(salt, request_id, receipt)
+        return event if wants_usage else rest
+
+
+def caller_salt(request: Request | None, cache_salt: str | None = None) -> str:
+    """The salt of the caller's key, divided by the caller's own `cache_salt`; as the OpenAI routes do it."""
+    salt = getattr(request.state, "ucm_salt", "") if request is not None else ""
+    if not cache_salt:
+        return salt
+    return f"{salt}.{cache_salt}" if salt else cache_salt
+
+
+def only_ucm(body: Any) -> None:
+    """Of `kv_transfer_params` a client sets our part only: the rest commands the engine's connectors.
+
+    It is never left empty, since an empty one would let `vllm_xargs` take its place.
+    """
+    given = body.kv_transfer_params or {}
+    if foreign := sorted(set(given) - {"ucm"}):
+        raise bad_request(f"kv_transfer_params.{foreign[0]}: expected only 'ucm'", "kv_transfer_params")
+    body.kv_transfer_params = {"ucm": given.get("ucm") or {}}
+
+
+def without_key(request: Request | None) -> Request | None:
+    """The same request without the caller's key: engines have no use for it."""
+    if request is None:
+        return None
+    headers = [(name, value) for name, value in request.scope["headers"] if name.lower() != b"authorization"]
+    return Request(request.scope | {"headers": Headers(raw=headers).raw}, request.receive)
+
+
+def _wants_usage(body: Any) -> bool:
+    options = getattr(body, "stream_options", None)
+    return bool(options and options.include_usage)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(item, int) for item in prompt)
+
+
+__all__ = ["OPEN_ROUTES", "ROUTES", "ServiceError", "UcmRoutes"]
