@@ -113,11 +113,9 @@ class CacheService:
             chunks=keys, seconds=time.perf_counter() - started_s)
 
     async def _compute(self, ids: list[int], salt: str) -> None:
-        from ucm_ray.integration.vllm.ingest import ingest_prompt
-
-        prompt, params = ingest_prompt(ids, self._sink, self.settings)
+        params = {"ucm": {"ingest_from": len(self._sink), "blend": False}}
         try:
-            answer = await self._engines.ingest.remote(prompt, params, salt)
+            answer = await self._engines.ingest.remote([*self._sink, *ids], params, salt)
         except ValueError as error:
             raise bad_request(f"the engine refused the document: {error}", "documents") from error
         rate = len(ids) / max(answer["seconds"], 1e-6)

@@ -7,15 +7,20 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Path as PathParameter, Query, Request
+from fastapi import FastAPI, Query, Request
+from fastapi import Path as PathParameter
+from pydantic import BaseModel
 from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress
 from ray.llm._internal.serve.utils.server_utils import get_serve_request_id
 from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 
+from ucm_ray.bench.data import load_documents
 from ucm_ray.serve import api
+from ucm_ray.serve.auth import salt_of
 from ucm_ray.serve.cache_service import CacheService
 from ucm_ray.serve.errors import ServiceError, bad_request, error_body, not_found, unavailable
 from ucm_ray.serve.receipts import split_receipt
@@ -45,9 +50,10 @@ ROUTES: dict[str, Callable[[FastAPI], Callable[..., Any]]] = {
     "statistics": lambda app: app.get("/ucm/v1/stats", response_model=api.Statistics, tags=["requests"]),
     "metrics": lambda app: app.get("/metrics", include_in_schema=False),
     "playground": lambda app: app.get("/ucm/", include_in_schema=False),
+    "examples": lambda app: app.get("/ucm/examples.json", include_in_schema=False),
 }
 # the page itself holds no data; it asks for a key where one is needed
-OPEN_ROUTES = ("/ucm/", "/docs", "/openapi.json")
+OPEN_ROUTES = ("/ucm/", "/ucm/examples.json", "/docs", "/openapi.json")
 
 
 class UcmRoutes(OpenAiIngress):
@@ -126,6 +132,25 @@ class UcmRoutes(OpenAiIngress):
     async def playground(self) -> HTMLResponse:
         """The page to try it all by hand."""
         return HTMLResponse(PLAYGROUND.read_text(encoding="utf-8"))
+
+    async def examples(self) -> list[dict[str, str]]:
+        """Documents and questions for the page."""
+        return [{"title": document.title, "text": document.text, "question": document.questions[0].question}
+                for document in load_documents()]
+
+    async def cache_call(self, route: str, arguments: dict[str, Any], api_key: str) -> tuple[int, Any]:
+        """A route called over the handle, by `ucm_ray.Client.in_cluster`: `(status, answer or message)`."""
+        service = self.cache.settings.service
+        if route not in ROUTES:
+            return 404, f"no route {route!r}"
+        if service.api_keys and api_key not in service.api_keys:
+            return 401, "Missing or unknown API key"
+        caller = SimpleNamespace(state=SimpleNamespace(ucm_salt=salt_of(api_key) if service.api_keys else ""))
+        try:
+            answer = await getattr(self, route)(**arguments, request=caller)
+        except ServiceError as error:
+            return error.status_code, error.message
+        return 200, answer.model_dump() if isinstance(answer, BaseModel) else answer
 
     async def local_receipt(self, salt: str, request_id: str) -> dict[str, Any] | None:
         """What this ingress replica knows; called by its peers."""
