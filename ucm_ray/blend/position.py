@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ucm_ray.blend.rope import RopeParameters
+
+_LARGEST_SCRATCH = 1 << 22
+"""Elements; 16 MiB a buffer."""
+_local = threading.local()
+
+
+def _scratch(shape: torch.Size, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two float32 buffers of this shape, kept by each thread: fresh pages for each layer cost more than the rotation."""
+    size = shape.numel()
+    if device.type != "cpu" or size > _LARGEST_SCRATCH:
+        return torch.empty(shape, device=device), torch.empty(shape, device=device)
+    kept = getattr(_local, "buffers", None)
+    if kept is None or kept.shape[1] < size:
+        kept = _local.buffers = torch.empty(2, max(size, 1 << 16))
+    return kept[0, :size].view(shape), kept[1, :size].view(shape)
 
 
 class PositionCorrector:
@@ -96,20 +112,19 @@ class PositionCorrector:
         """Turns keys in place by tables that broadcast to `[.., rotary_dim / 2]`. Returns the keys."""
         if not self.enabled:
             return keys
-        # One leading index (layer) at a time: its working set stays in the cache of the processor.
-        if keys.dim() > 3 and keys.device.type == "cpu":
-            for part in keys.unbind(0):
-                self.apply(part, cos, sin)
-            return keys
-        half = self.rotary_dim // 2
-        if self.rope.is_neox_style:
-            first, second = keys[..., :half], keys[..., half : self.rotary_dim]
-        else:
-            first, second = keys[..., 0 : self.rotary_dim : 2], keys[..., 1 : self.rotary_dim : 2]
-        x, y = first.float(), second.float()
-        turned = torch.addcmul(x * cos, y, sin, value=-1)
-        second.copy_(torch.addcmul(y * cos, x, sin))
-        first.copy_(turned)
+        half, neox = self.rotary_dim // 2, self.rope.is_neox_style
+        wide_cos = torch.cat((cos, cos), -1) if neox else cos.repeat_interleave(2, -1)
+        first = slice(0, half) if neox else slice(0, None, 2)
+        second = slice(half, None) if neox else slice(1, None, 2)
+        rotated = keys[..., : self.rotary_dim]
+        # One leading index (layer) at a time on a CPU: the working set stays in its cache.
+        for part in rotated.unbind(0) if keys.dim() > 3 and keys.device.type == "cpu" else (rotated,):
+            before, after = _scratch(part.shape, part.device)
+            before.copy_(part)
+            torch.mul(before, wide_cos, out=after)
+            after[..., first].addcmul_(before[..., second], sin, value=-1)
+            after[..., second].addcmul_(before[..., first], sin)
+            part.copy_(after)
         return keys
 
     def agrees_with(self, cos_sin_cache: torch.Tensor, tolerance: float = 0.02) -> bool:
