@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 # the engine must never ask a hub; every test model is local
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,3 +28,81 @@ def model_dir() -> Path:
     from ucm_ray.models import default_model
 
     return default_model()
+
+
+class ServiceProcess:
+    """`ucm-ray serve` in a process of its own, with a Ray of its own."""
+
+    def __init__(self, config: dict[str, Any], folder: Path):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        service = {"host": "127.0.0.1", "port": self.port} | config.get("service", {})
+        store = {"storage_backends": str(folder / "store")} | config.get("store", {})
+        (folder / "config.yaml").write_text(yaml.safe_dump({**config, "service": service, "store": store}))
+        self.log = folder / "service.log"
+        # found again in /proc/*/environ of everything the service starts
+        self.mark = f"UCM_RAY_TEST_SERVICE={uuid.uuid4().hex}"
+        name, value = self.mark.split("=")
+        environment = {key: text for key, text in os.environ.items() if key != "RAY_ADDRESS"}
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ucm_ray", "serve", "--config", str(folder / "config.yaml")],
+                stdout=log, stderr=subprocess.STDOUT, env=environment | {name: value}, start_new_session=True,
+            )
+
+    def wait_ready(self, timeout_s: float = 400) -> ServiceProcess:
+        deadline = time.monotonic() + timeout_s
+        while b"Ready after" not in self.log.read_bytes():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                pytest.fail("the service did not come up; the end of its log:\n" + self.log.read_text()[-6000:])
+            time.sleep(0.5)
+        return self
+
+    def processes(self) -> list[int]:
+        """Ids of all living processes of this service, Ray's and the engine's among them."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                mine = self.mark.encode() in (folder / "environ").read_bytes()
+                if mine and "\nState:\tZ" not in (folder / "status").read_text():
+                    found.append(int(folder.name))
+            except OSError:
+                continue  # ended meanwhile
+        return found
+
+    def stop(self, number: int = signal.SIGINT, timeout_s: float = 90) -> list[int]:
+        """Ask it to stop as Ctrl-C does; the processes that are still there after `timeout_s`."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        deadline = time.monotonic() + timeout_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            self.process.poll()
+            time.sleep(0.2)
+        return left
+
+    def kill(self) -> None:
+        """Whatever happens, a test leaves nothing running."""
+        for process in self.processes():
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, Any]], ServiceProcess]]:
+    """Starts services from configurations (a mapping as in the YAML); none outlives the session."""
+    services: list[ServiceProcess] = []
+
+    def start(config: dict[str, Any]) -> ServiceProcess:
+        services.append(ServiceProcess(config, tmp_path_factory.mktemp("service")))
+        return services[-1].wait_ready()
+
+    yield start
+    for service in services:
+        if service.stop(timeout_s=30):
+            service.kill()
