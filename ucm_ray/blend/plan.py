@@ -241,9 +241,10 @@ class Planner:
     def _budget(self, name: str, budget: float | None, asked_policy: str | None, runs: list[Run]) -> float:
         if budget is not None:
             _check_budget(budget)
-            return float(budget)
         if name == "none":
             return 0.0
+        if budget is not None:
+            return float(budget)
         if name == "boundary" and asked_policy == "boundary":
             inexact = [run.num_tokens for run in runs if not run.exact]
             least = sum(min(2 * self.settings.recompute_boundary, tokens) for tokens in inexact)
