@@ -38,13 +38,14 @@ class BlockRepresentation(ABC):
         """
 
     @abstractmethod
-    def features(self, grouped: torch.Tensor) -> torch.Tensor:
-        """Features of query heads that share a KV head, before they are summed.
+    def features(self, scaled):
+        """Features of query heads, one per statistic, before those of a KV head are summed.
 
         Args:
-            grouped: `[..., num_kv_heads, group_size, head_dim]`, float32.
+            scaled: query times 1/sqrt(head_dim), float32, any shape; a torch tensor or a numpy array, so use only
+                operators and methods both have.
         Returns:
-            `[num_stats, ..., num_kv_heads, group_size, head_dim]`, already scaled by 1/sqrt(head_dim).
+            Tuple of `num_stats` tensors of that shape.
         """
 
     def query_features(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -57,7 +58,7 @@ class BlockRepresentation(ABC):
         Returns:
             `[num_stats, ..., num_kv_heads, head_dim]`, float32.
         """
-        return self.features(_group_heads(query, num_kv_heads)).sum(dim=-2)
+        return torch.stack([feature.sum(-2) for feature in self.features(_group_heads(query, num_kv_heads))])
 
     def score(self, query: torch.Tensor, stats: torch.Tensor, reduce: str = "sum") -> torch.Tensor:
         """Score of every block for every KV head; vectorised over the leading dimensions (layers, requests).
@@ -79,7 +80,7 @@ class BlockRepresentation(ABC):
         if reduce == "sum":
             return torch.einsum("s...hd,s...nhd->...hn", self.query_features(query, num_kv_heads), stats)
         if reduce == "mass":
-            features = self.features(_group_heads(query, num_kv_heads))
+            features = torch.stack(self.features(_group_heads(query, num_kv_heads)))
             return torch.einsum("s...hgd,s...nhd->...hgn", features, stats).softmax(dim=-1).sum(dim=-2)
         raise ValueError(f"reduce is {reduce!r}, expected 'sum' or 'mass'")
 
@@ -93,8 +94,8 @@ class Mean(BlockRepresentation):
     def compute(self, keys):
         return keys.float().mean(dim=-3).unsqueeze(0)
 
-    def features(self, grouped):
-        return (grouped * grouped.shape[-1] ** -0.5).unsqueeze(0)
+    def features(self, scaled):
+        return (scaled,)
 
 
 class MinMax(BlockRepresentation):
@@ -111,9 +112,8 @@ class MinMax(BlockRepresentation):
         low, high = torch.aminmax(keys.float(), dim=-3)
         return torch.stack((low, high))
 
-    def features(self, grouped):
-        scaled = grouped * grouped.shape[-1] ** -0.5
-        return torch.stack((scaled.clamp(max=0), scaled.clamp(min=0)))
+    def features(self, scaled):
+        return scaled.clip(max=0), scaled.clip(min=0)
 
 
 class MeanStd(BlockRepresentation):
@@ -126,9 +126,8 @@ class MeanStd(BlockRepresentation):
         var, mean = torch.var_mean(keys.float(), dim=-3, correction=0)
         return torch.stack((mean, var.sqrt()))
 
-    def features(self, grouped):
-        scaled = grouped * grouped.shape[-1] ** -0.5
-        return torch.stack((scaled, scaled.abs()))
+    def features(self, scaled):
+        return scaled, abs(scaled)
 
 
 class Cumulant(BlockRepresentation):
@@ -144,9 +143,8 @@ class Cumulant(BlockRepresentation):
         var, mean = torch.var_mean(keys.float(), dim=-3, correction=0)
         return torch.stack((mean, var))
 
-    def features(self, grouped):
-        scaled = grouped * grouped.shape[-1] ** -0.5
-        return torch.stack((scaled, 0.5 * scaled.square()))
+    def features(self, scaled):
+        return scaled, 0.5 * scaled * scaled
 
 
 def get_representation(name: str) -> BlockRepresentation:
@@ -162,9 +160,15 @@ def representation_names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def _group_heads(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """`[..., num_heads, head_dim]` as `[..., num_kv_heads, group_size, head_dim]`, float32."""
-    num_heads, head_dim = query.shape[-2:]
+def group_size(num_heads: int, num_kv_heads: int) -> int:
+    """Query heads per KV head. Raises ValueError unless they divide evenly."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot be grouped onto {num_kv_heads} KV heads")
-    return query.float().reshape(*query.shape[:-2], num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return num_heads // num_kv_heads
+
+
+def _group_heads(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """`[..., num_heads, head_dim]` as `[..., num_kv_heads, group_size, head_dim]`, float32, times 1/sqrt(head_dim)."""
+    num_heads, head_dim = query.shape[-2:]
+    shape = (*query.shape[:-2], num_kv_heads, group_size(num_heads, num_kv_heads), head_dim)
+    return query.float().reshape(shape) * head_dim ** -0.5

@@ -6,7 +6,7 @@ layers and requests of a step at once and is tested against them.
 
 import torch
 
-from ucm_ray.retrieval.representations import _group_heads
+from ucm_ray.retrieval.representations import group_size
 
 
 def compute_block_representation(block_kv: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,9 @@ def compute_similarity(query_repr: torch.Tensor, block_reprs: torch.Tensor) -> t
         raise ValueError(
             f"query_repr {list(query_repr.shape)} and block_reprs {list(block_reprs.shape)} do not fit, expected "
             "[num_heads, head_dim] and [num_blocks, num_kv_heads, head_dim]")
-    grouped = _group_heads(query_repr, block_reprs.shape[1]).sum(dim=1)
+    num_heads, head_dim = query_repr.shape
+    num_kv_heads = block_reprs.shape[1]
+    grouped = query_repr.float().reshape(num_kv_heads, group_size(num_heads, num_kv_heads), head_dim).sum(dim=1)
     return torch.einsum("hd,nhd->n", grouped, block_reprs.float())
 
 
