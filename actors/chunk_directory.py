@@ -229,11 +229,14 @@ class ChunkDirectory:
     """The actor. Its methods are coroutines, so that hundreds of waiting subscribers cost nothing.
 
     `store_config` is the connector's: a shared folder is followed, whoever writes to it, and chunks are deleted in it.
-    None where every node has its own folder: then `ChunkSource` actors report what they hold.
+    None where every node has its own folder: then `ChunkSource` actors report what they hold, and
+    `delete_at(node, namespace, keys)` deletes there.
     """
 
-    def __init__(self, store_config: dict[str, Any] | None = None, max_chunks: int = 1_000_000, refresh_s: float = 0.25):
+    def __init__(self, store_config: dict[str, Any] | None = None, max_chunks: int = 1_000_000, refresh_s: float = 0.25,
+                 delete_at: Callable[[str, str, list[str]], None] | None = None):
         self._table = ChunkTable(max_chunks)
+        self._delete_at = delete_at
         self._follower: StoreFollower | None = None
         self._pin_file: Path | None = None
         self._started_s = time.time()
@@ -256,6 +259,13 @@ class ChunkDirectory:
         pinned = any(self._table.is_pinned(namespace, key) for key in keys)
         if self._follower is not None:
             await asyncio.to_thread(self._follower.store.delete, namespace, keys)
+        elif self._delete_at is not None:
+            by_node: dict[str, list[str]] = {}
+            for key in keys:
+                for node in self._table.nodes(namespace, key):
+                    by_node.setdefault(node, []).append(key)
+            for node, theirs in by_node.items():
+                self._delete_at(node, namespace, theirs)
         gone = self._table.remove(namespace, keys)
         if pinned:
             self._save_pins()
@@ -326,6 +336,10 @@ class ChunkDirectory:
         if self._follower is not None:
             await asyncio.to_thread(self._apply_store)
 
+    async def epoch(self) -> str:
+        """Changes whenever the directory starts anew."""
+        return self._table.epoch
+
     async def ping(self) -> int:
         """The actor's process id."""
         return os.getpid()
@@ -392,20 +406,29 @@ class ChunkDirectory:
 
 def directory_name(store_config: dict[str, Any]) -> str:
     """The actor's name: engines and ingresses of one store meet at one directory, those of another at another."""
+    if store_config.get("directory"):
+        return f"{ACTOR_NAME}_{store_config['directory']}"
     backends = store_config["storage_backends"]
     folders = [backends] if isinstance(backends, str) else list(backends)
     told = json.dumps([str(Path(folder).expanduser()) for folder in folders])
     return f"{ACTOR_NAME}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
 
-def start_directory(store_config: dict[str, Any] | None, max_chunks: int = 1_000_000, name: str = ACTOR_NAME,
-                    num_cpus: float = 0.0) -> Any:
-    """The handle of the cluster's directory, started if it is not there. Ray restarts it whenever it dies."""
+def start_directory(store_config: dict[str, Any], max_chunks: int = 1_000_000, num_cpus: float = 0.0) -> Any:
+    """The handle of a store's directory, started if it is not there. Ray restarts it whenever it dies."""
     import ray
 
-    actor = ray.remote(ChunkDirectory)
-    return actor.options(name=name, namespace=RAY_NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
-                         max_task_retries=0, max_concurrency=1000, num_cpus=num_cpus).remote(store_config, max_chunks)
+    own_folders = "Peers" in store_config.get("store_pipeline", "")
+    name = directory_name(store_config)
+    delete_at = None
+    if own_folders:
+        from actors.peer_store import delete_at_source
+
+        delete_at = functools.partial(delete_at_source, name)
+    return ray.remote(ChunkDirectory).options(
+        name=name, namespace=RAY_NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
+        max_concurrency=1000, num_cpus=num_cpus,
+    ).remote(None if own_folders else store_config, max_chunks, delete_at=delete_at)
 
 
 class DirectorySubscriber(threading.Thread):
@@ -418,11 +441,11 @@ class DirectorySubscriber(threading.Thread):
 
     def __init__(self, on_add: Callable[[str, list[DirectoryRecord]], None],
                  on_remove: Callable[[str, list[str]], None],
-                 on_pin: Callable[[str, list[str], bool], None] | None = None,
-                 connect: Callable[[], Any] | None = None, wait_s: float = 5.0, retry_s: float = 0.5):
+                 on_pin: Callable[[str, list[str], bool], None] | None = None, *,
+                 connect: Callable[[], Any], wait_s: float = 5.0, retry_s: float = 0.5):
         super().__init__(name="ucm-directory-subscriber", daemon=True)
         self._on_add, self._on_remove, self._on_pin = on_add, on_remove, on_pin
-        self._connect = connect or connect_directory
+        self._connect = connect
         self._wait_s, self._retry_s = wait_s, retry_s
         self._known: dict[str, set[str]] = {}
         self._pinned: dict[str, set[str]] = {}
@@ -494,7 +517,7 @@ class DirectorySubscriber(threading.Thread):
                 self._on_pin(namespace, changed, pinned)
 
 
-def connect_directory(name: str = ACTOR_NAME) -> Any:
+def connect_directory(name: str) -> Any:
     """The directory's handle, joining the running cluster first where this process has not. Raises without either."""
     import ray
 

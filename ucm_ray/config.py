@@ -80,6 +80,7 @@ class StoreSettings(_Section):
     cache_capacity_bytes: Bytes = 2 * 2**30
     posix_capacity_bytes: Bytes = 16 * 2**30
     io_threads: int = Field(default=4, ge=1, le=256)
+    directory: str | None = Field(default=None, description="name of the chunk directory; null: by the first folder")
     refresh_s: float = Field(default=2.0, gt=0.0, description="how often chunks of other engines are looked for")
 
     @model_validator(mode="after")
@@ -162,6 +163,9 @@ class ServiceSettings(_Section):
     ingress_cpus: float = Field(default=0.1, gt=0.0)
     ingress_replicas: int = Field(default=1, ge=1)
     router: Literal["default", "chunk_aware"] = "default"
+    router_load_weight: float = Field(default=0.25, ge=0.0, description="reusable share a queued request outweighs")
+    directory_max_chunks: int = Field(default=1_000_000, ge=1, description="about 500 bytes of memory each")
+    kept_receipts: int = Field(default=4096, ge=1, description="for GET /ucm/v1/receipts/{id}")
 
     @model_validator(mode="after")
     def _ordered(self) -> ServiceSettings:

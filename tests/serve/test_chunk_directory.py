@@ -35,7 +35,7 @@ class Copy:
     def __init__(self):
         self.chunks: dict[str, set[str]] = {}
         self.pins: dict[str, set[str]] = {}
-        self.subscriber = DirectorySubscriber(self._add, self._remove, self._pin)
+        self.subscriber = DirectorySubscriber(self._add, self._remove, self._pin, connect=lambda: None)
 
     def _add(self, namespace, records):
         self.chunks.setdefault(namespace, set()).update(one.key for one in records)

@@ -40,9 +40,8 @@ class CacheService:
 
     def __init__(self, settings: Settings, engines: Any, tokenizer: PromptTokenizer):
         self.settings, self._engines, self.tokenizer = settings, engines, tokenizer
-        store = settings.connector_config() | {"world_size": settings.engine.tensor_parallel_size}
-        self._directory_name = directory_name(store)
-        self._directory = start_directory(store, settings.service.directory_max_chunks, self._directory_name)
+        self._store = settings.connector_config() | {"world_size": settings.engine.tensor_parallel_size}
+        self._directory = start_directory(self._store, settings.service.directory_max_chunks)
         self.copy = DirectoryCopy(self._connect, settings.blend.anchor_tokens)
         self.metrics = ServiceMetrics()
         self.receipts = ReceiptBook(settings.service.kept_receipts)
@@ -247,10 +246,9 @@ class CacheService:
     def _connect(self) -> Any:
         """The directory's handle, for the subscriber; started again should it have been removed for good."""
         try:
-            return connect_directory(self._directory_name)
+            return connect_directory(directory_name(self._store))
         except ValueError:
-            store = self.settings.connector_config() | {"world_size": self.settings.engine.tensor_parallel_size}
-            self._directory = start_directory(store, self.settings.service.directory_max_chunks, self._directory_name)
+            self._directory = start_directory(self._store, self.settings.service.directory_max_chunks)
             return self._directory
 
     async def _ask(self, reference: Awaitable[Any]) -> Any:

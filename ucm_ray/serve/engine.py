@@ -9,9 +9,11 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
+import ray
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest, ErrorResponse
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
 
+from actors.peer_store import start_source
 from ucm_ray.serve.receipts import append_receipt, no_receipt, record_receipts
 
 _KEPT_RECEIPTS = 4096
@@ -26,6 +28,15 @@ class UcmLLMServer(LLMServer):
         self._receipts: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._recorded = client.vllm_config.kv_transfer_config is not None
         client.generate = record_receipts(client.generate, self._put_receipt)
+        if self._recorded:
+            self._start_source(client.vllm_config)
+
+    def _start_source(self, config: Any) -> None:
+        """Where every node has its own folder, this node's has to be served to the others."""
+        store = config.kv_transfer_config.kv_connector_extra_config
+        if "Peers" in store.get("store_pipeline", ""):
+            world_size = config.parallel_config.tensor_parallel_size
+            start_source(dict(store) | {"world_size": world_size}, ray.get_runtime_context().get_node_id())
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncIterator[Any]:
         return self._with_receipts(await super().chat(request, raw_request_info))

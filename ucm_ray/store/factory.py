@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ class StageContext:
 
 
 STAGES: dict[str, Callable[[StageContext], KVStage]] = {}
+STAGE_MODULES = {"Peers": "actors.peer_store"}
+"""Stages that need more than this room has (Ray), imported when a pipeline names them."""
 
 
 def register_stage(name: str) -> Callable[[Callable[[StageContext], KVStage]], Callable[[StageContext], KVStage]]:
@@ -43,12 +46,17 @@ def _cache(context: StageContext) -> KVStage:
 
 @register_stage("Posix")
 def _posix(context: StageContext) -> KVStage:
-    roots = context.config["storage_backends"]
+    roots, capacity_bytes = roots_and_capacity(context.config)
+    return PosixStage(roots, capacity_bytes, context.rank, context.world_size, context.pool)
+
+
+def roots_and_capacity(config: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Folders and bytes of a stage of files. Raises StoreError."""
+    roots = config["storage_backends"]
     roots = [roots] if isinstance(roots, str) else list(roots)
     if not roots:
         raise StoreError("storage_backends is empty, expected at least one folder")
-    return PosixStage(roots, _bytes(context.config, "posix_capacity_bytes"), context.rank, context.world_size,
-                      context.pool)
+    return roots, _bytes(config, "posix_capacity_bytes")
 
 
 def _bytes(config: Mapping[str, Any], key: str) -> int:
@@ -71,6 +79,9 @@ class UcmConnectorFactory:
         config = StoreSettings().model_dump() | {
             key: value for key, value in extra_config.items() if value is not None}
         names = [name.strip() for name in str(config["store_pipeline"]).split("|")]
+        for name in names:
+            if name not in STAGES and name in STAGE_MODULES:
+                importlib.import_module(STAGE_MODULES[name])
         unknown = [name for name in names if name not in STAGES]
         if unknown:
             raise StoreError(f"store_pipeline {config['store_pipeline']!r} names an unknown stage {unknown[0]!r}, "

@@ -1,0 +1,184 @@
+"""Chunks of other nodes, where every node keeps its own folder: fetched from the owning node's actor, then kept.
+
+Each node runs one `ChunkSource`, which tells the directory what its folder holds and hands chunks out; KV travels through
+Ray's object store. `store_pipeline: "Cache|Peers"` makes an engine's store a folder that fills itself from the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from actors.chunk_directory import RAY_NAMESPACE, DirectoryRecord, connect_directory, directory_name
+from actors.store_follower import StoreFollower
+from ucm_ray.store.base import ChunkMeta, StoredChunk
+from ucm_ray.store.factory import StageContext, register_stage, roots_and_capacity
+from ucm_ray.store.posix import PosixStage
+
+logger = logging.getLogger("ucm_ray.peers")
+
+SOURCE_NAME = "ucm_chunk_source"
+_FETCH_TIMEOUT_S = 5.0
+_MEMORY_S = 1.0
+
+
+class ChunkSource:
+    """The actor of one node. A thread reports the folder's changes; calls answer with chunks.
+
+    `node` is the node's id, under which others find it.
+    """
+
+    def __init__(self, store_config: dict[str, Any], node: str, directory: str, refresh_s: float = 0.25):
+        self._node, self._directory_name = node, directory
+        self._follower = StoreFollower(store_config)
+        self._held: dict[str, dict[str, DirectoryRecord]] = {}
+        self._epoch = ""
+        self._report(self._directory())
+        threading.Thread(target=self._follow, args=(refresh_s,), name="ucm-chunk-source", daemon=True).start()
+
+    def fetch(self, namespace: str, key: str) -> tuple[ChunkMeta, np.ndarray] | None:
+        """Meta and KV, bytes as uint8 [payload_bytes]; None if it is not here any more."""
+        chunk = self._follower.store.load(namespace, key)
+        if chunk is None:
+            return None
+        meta, kv = chunk
+        return meta, kv.contiguous().view(-1).view(torch.uint8).numpy()
+
+    def delete(self, namespace: str, keys: list[str]) -> int:
+        return self._follower.store.delete(namespace, keys)
+
+    def _directory(self) -> Any:
+        return connect_directory(self._directory_name)
+
+    def _follow(self, refresh_s: float) -> None:
+        while True:
+            time.sleep(refresh_s)
+            try:
+                self._report(self._directory())
+            except Exception as error:  # the directory restarts by itself; it is told everything then
+                logger.info("the chunk directory is not told (%s), trying again", type(error).__name__)
+                self._epoch = ""
+
+    def _report(self, directory: Any) -> None:
+        import ray
+
+        added, removed = self._follower.changes()
+        for namespace, metas in added.items():
+            held = self._held.setdefault(namespace, {})
+            held.update({meta.key: DirectoryRecord.from_meta(meta) for meta in metas})
+        for namespace, keys in removed.items():
+            for key in keys:
+                self._held.get(namespace, {}).pop(key, None)
+        epoch = ray.get(directory.epoch.remote(), timeout=_FETCH_TIMEOUT_S)
+        if epoch != self._epoch:  # a new directory knows nothing of us
+            for namespace, held in self._held.items():
+                ray.get(directory.add.remote(namespace, list(held.values()), self._node), timeout=_FETCH_TIMEOUT_S)
+            self._epoch = epoch
+            return
+        for namespace, metas in added.items():
+            records = [DirectoryRecord.from_meta(meta) for meta in metas]
+            ray.get(directory.add.remote(namespace, records, self._node), timeout=_FETCH_TIMEOUT_S)
+        for namespace, keys in removed.items():
+            ray.get(directory.remove.remote(namespace, keys, self._node), timeout=_FETCH_TIMEOUT_S)
+
+
+def source_name(directory: str, node: str) -> str:
+    return f"{SOURCE_NAME}_{directory.rsplit('_', 1)[-1]}_{node}"
+
+
+def start_source(store_config: dict[str, Any], node: str, refresh_s: float = 0.25) -> Any:
+    """The handle of a node's source, started there if it is not running. Ray restarts it whenever it dies."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    directory = directory_name(store_config)
+    return ray.remote(ChunkSource).options(
+        name=source_name(directory, node), namespace=RAY_NAMESPACE, lifetime="detached", get_if_exists=True,
+        max_restarts=-1, max_concurrency=4, num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+    ).remote(store_config, node, directory, refresh_s)
+
+
+def delete_at_source(directory: str, node: str, namespace: str, keys: list[str]) -> None:
+    """Ask a node to delete chunks; does not wait. A node that is gone has lost them anyway."""
+    import ray
+
+    try:
+        ray.get_actor(source_name(directory, node), namespace=RAY_NAMESPACE).delete.remote(namespace, keys)
+    except ValueError:
+        logger.info("node %s is gone, %d chunks are not deleted there", node, len(keys))
+
+
+class PeerStage(PosixStage):
+    """This node's folder; what is missing in it is fetched from a node that has it.
+
+    Only `load` goes over the network, from the store's reading threads, at most `_FETCH_TIMEOUT_S`; a peer that does not
+    answer is a miss.
+    """
+
+    name = "Peers"
+
+    def __init__(self, store_config: Mapping[str, Any], *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._directory_name = directory_name(dict(store_config))
+        self._directory: Any = None
+        self._missing: dict[tuple[str, str], float] = {}
+
+    def load(self, namespace: str, key: str) -> StoredChunk | None:
+        chunk = super().load(namespace, key)
+        if chunk is not None:
+            return chunk
+        # what nobody had a moment ago is not asked for again at once
+        if time.monotonic() - self._missing.get((namespace, key), -_MEMORY_S) < _MEMORY_S:
+            return None
+        chunk = self._fetch(namespace, key)
+        if chunk is None:
+            if len(self._missing) > 10_000:
+                self._missing.clear()
+            self._missing[namespace, key] = time.monotonic()
+            self.counters.add("peer_misses")
+            return None
+        self.counters.add("peer_hits")
+        self.counters.add("peer_bytes", chunk[0].payload_bytes)
+        self.save(*chunk)
+        return chunk
+
+    def _fetch(self, namespace: str, key: str) -> StoredChunk | None:
+        import ray
+
+        try:
+            self._directory = self._directory or connect_directory(self._directory_name)
+            here = ray.get_runtime_context().get_node_id()
+            owners = ray.get(self._directory.owners.remote(namespace, [key]), timeout=_FETCH_TIMEOUT_S)[0]
+            for node in owners:
+                if not node or node == here:
+                    continue
+                source = ray.get_actor(source_name(self._directory_name, node), namespace=RAY_NAMESPACE)
+                found = ray.get(source.fetch.remote(namespace, key), timeout=_FETCH_TIMEOUT_S)
+                if found is not None and self._is_ours(found[0], namespace, key):
+                    return found[0], _tensor(*found)
+        except Exception as error:  # a lost node costs time, never a request
+            self._directory = None
+            self.counters.add("peer_errors")
+            logger.info("chunk %s cannot be fetched from another node: %s", key, type(error).__name__)
+        return None
+
+    def _is_ours(self, meta: ChunkMeta, namespace: str, key: str) -> bool:
+        return (meta.namespace, meta.key, meta.rank, meta.world_size) == (namespace, key, self.rank, self.world_size)
+
+
+def _tensor(meta: ChunkMeta, payload: np.ndarray) -> torch.Tensor:
+    """A copy: what comes out of the object store is read-only and pinned there."""
+    return torch.from_numpy(payload.copy()).view(meta.torch_dtype).view(meta.shape)
+
+
+@register_stage("Peers")
+def _peers(context: StageContext) -> PeerStage:
+    roots, capacity_bytes = roots_and_capacity(context.config)
+    return PeerStage(context.config, roots, capacity_bytes, context.rank, context.world_size, context.pool)
