@@ -62,7 +62,7 @@ class BlockBank:
         with self._lock:
             new = {key: index for index, key in enumerate(keys) if key not in self._slot_of}
             present = len(keys) - len(new)
-            self._touch(key for key in keys if key not in new)
+            self.touch(keys)
             self._make_room(len(new))
             admitted = list(new)[:len(self._free)]
             refused = len(new) - len(admitted)
@@ -166,6 +166,11 @@ class BlockBank:
             found = [key for key in keys if key in self._slot_of]
             return found, self._scorer.read(np.array([self._slot_of[key] for key in found], np.int32))
 
+    def touch(self, keys: Sequence[str]) -> None:
+        """Marks blocks as just used; unknown keys are passed over."""
+        with self._lock:
+            self._last_used[[self._slot_of[key] for key in keys if key in self._slot_of]] = self._tick()
+
     def evict(self, keys: Sequence[str]) -> int:
         """Drops blocks at once; returns how many were present."""
         with self._lock:
@@ -183,10 +188,6 @@ class BlockBank:
 
     def _tick(self) -> int:
         return int(self._clock() * 1e6)
-
-    def _touch(self, keys) -> None:
-        slots = [self._slot_of[key] for key in keys]
-        self._last_used[slots] = self._tick()
 
     def _make_room(self, wanted: int) -> None:
         """Evicts least recently used blocks until `wanted` slots are free or only protected blocks remain."""

@@ -114,41 +114,44 @@ def select_row(scores, n, k, keys, histogram, picked):
         for i in range(n):
             picked[i] = i
         return
+    histogram[:] = 0
+    top = np.uint32(0)
     for i in range(n):
-        keys[i] = ordered_bits(scores[i])
+        key = ordered_bits(scores[i])
+        keys[i] = key
+        digit = key >> np.uint32(21)
+        histogram[digit] += 1
+        top = max(top, digit)
     needed = k
     prefix = np.uint32(0)
     shift = np.uint32(32)
     for step in range(3):
         next_shift = np.uint32(_RADIX_SHIFTS[step])
-        bins_mask = np.uint32((1 << (11 if step < 2 else 10)) - 1)
-        histogram[:] = 0
-        top = np.uint32(0)
-        for i in range(n):
-            key = keys[i]
-            if step == 0 or (key >> shift) == prefix:
-                digit = (key >> next_shift) & bins_mask
-                histogram[digit] += 1
-                if digit > top:
-                    top = digit
-        digit = np.int64(top)
-        while histogram[digit] < needed:
-            needed -= histogram[digit]
-            digit -= 1
-        prefix = (prefix << (shift - next_shift)) | np.uint32(digit) if step else np.uint32(digit)
+        if step:
+            mask = np.uint32((1 << (shift - next_shift)) - 1)
+            histogram[:] = 0
+            top = np.uint32(0)
+            for i in range(n):
+                if keys[i] >> shift == prefix:
+                    digit = (keys[i] >> next_shift) & mask
+                    histogram[digit] += 1
+                    top = max(top, digit)
+        chosen = np.int64(top)
+        while histogram[chosen] < needed:
+            needed -= histogram[chosen]
+            chosen -= 1
+        # Shifting a uint32 by 32 is undefined, so the first step does not shift its empty prefix.
+        prefix = np.uint32(chosen) | (prefix << (shift - next_shift) if step else np.uint32(0))
         shift = next_shift
-        if histogram[digit] == needed:
+        if histogram[chosen] == needed:
             break
     found = 0
     for i in range(n):
         key = keys[i] >> shift
-        if key > prefix:
-            picked[found] = i
-            found += 1
-        elif key == prefix and needed > 0:
-            picked[found] = i
-            found += 1
-            needed -= 1
+        tie = (key == prefix) & (needed > 0)
+        picked[found] = i  # overwritten by the next one unless taken; no branch to mispredict
+        found += (key > prefix) | tie
+        needed -= tie
 
 
 @njit(**_EXACT)
@@ -163,6 +166,17 @@ def _lay_out_query(features, bfloat16, out):
     else:
         for d in range(size):
             out[d] = features[d]
+
+
+@njit(**_FAST)
+def _score_blocks(arena, slots, n, query, begin, end, scores):
+    """Scores blocks `slots[:n]` for (layer, group) rows [begin, end) into `scores[row, block]`, two blocks at a time."""
+    for i in range(0, n, 2):
+        j = min(i + 1, n - 1)
+        for row in range(begin, end):
+            a, b = _dot_two(arena[slots[i], row], arena[slots[j], row], query[row])
+            scores[row, i] = a
+            scores[row, j] = b
 
 
 @njit(**_EXACT)
@@ -188,7 +202,7 @@ def answer_rows(arena, generations, last_used, tick, request_rows, table_slots, 
     max_k = out_blocks.shape[3]
     max_blocks = table_slots.shape[1]
     is_bfloat16 = arena.itemsize == 4 and arena.shape[2] * 2 == groups * width
-    record = arena.shape[2] // groups
+    grouped_arena = arena.reshape(arena.shape[0], num_layers * groups, arena.shape[2] // groups)
     used = 0
     slots = scratch[used:used + 4 * max_blocks].view(np.int32)
     used += 4 * max_blocks
@@ -229,17 +243,7 @@ def answer_rows(arena, generations, last_used, tick, request_rows, table_slots, 
         for layer in range(first_layer, last_layer):
             for group in range(groups):
                 _lay_out_query(features[request, layer, group], is_bfloat16, query[layer * groups + group])
-        for i in range(0, n, 2):
-            j = min(i + 1, n - 1)
-            for layer in range(first_layer, last_layer):
-                one = arena[slots[i], layer]
-                two = arena[slots[j], layer]
-                for group in range(groups):
-                    at = layer * groups + group
-                    a, b = _dot_two(one[group * record:(group + 1) * record], two[group * record:(group + 1) * record],
-                                    query[at])
-                    scores[at, i] = a
-                    scores[at, j] = b
+        _score_blocks(grouped_arena, slots, n, query, first_layer * groups, last_layer * groups, scores)
         if not select:
             continue
         found = min(k[request], n)
