@@ -217,6 +217,7 @@ class RequestControls(_Section):
     policy: Literal["none", "boundary", "hkvd", "query"] | None = None
     budget: Ratio | None = None
     save: bool | None = None
+    trace: bool | None = Field(default=None, description="the receipt names the recomputed positions")
     ingest_from: int | None = Field(default=None, ge=0, description="the prompt is a document to store from here on")
     esa: bool | None = None
     sparse_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | None = None

@@ -44,6 +44,7 @@ class BlendTask:
         self.started_s = time.perf_counter()
         self.load_s = self.recompute_s = 0.0
         self.passes = self.recomputed_tokens = self.failed_chunks = 0
+        self.recomputed_ranges: list[tuple[int, int]] = []
         self.error = ""
         self.loaded: list[StoredChunk | None] = []
         self.good: np.ndarray | None = None  # which chunks of the plan this rank can use, once its files are read
@@ -139,6 +140,7 @@ class BlendTask:
         plan = self.plan
         selected = self.policy.select(plan, self.scores)
         self.recomputed_tokens = len(selected)
+        self.recomputed_ranges = positions_to_ranges(selected)
         compute = np.zeros(plan.end - plan.start, bool)
         compute[selected - plan.start] = True
         for start, end in plan.must_compute:
@@ -184,7 +186,7 @@ class BlendTask:
     def report(self) -> BlendReport:
         failed_tokens = self.meta.plan.reused_tokens - self.plan.reused_tokens
         return BlendReport(self.recomputed_tokens, self.failed_chunks, failed_tokens, self.load_s * 1e3, self.recompute_s * 1e3,
-                           self.passes, self.error)
+                           self.passes, self.error, self.recomputed_ranges)
 
 
 def without_chunks(plan: Plan, bad: list[Chunk]) -> Plan:

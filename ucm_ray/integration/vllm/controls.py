@@ -20,6 +20,7 @@ class Controls:
     save: bool | None = None
     esa: bool | None = None
     sparse_ratio: float | None = None
+    trace: bool | None = None
     ingest_from: int | None = None
     """Position from which on the prompt is a document to store; what stands before is the sink passage."""
     error: str = ""

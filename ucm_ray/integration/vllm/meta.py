@@ -77,6 +77,7 @@ class BlendReport:
     recompute_ms: float
     passes: int
     error: str = ""
+    recomputed_ranges: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass

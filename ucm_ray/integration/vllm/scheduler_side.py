@@ -85,6 +85,7 @@ class RequestState:
     plan: Plan | None = None  # of the latest admission
     loading: bool = False
     blended: list[tuple[int, int]] = field(default_factory=list)  # gaps of the accepted plan: new text
+    recomputed_ranges: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -298,6 +299,7 @@ class SchedulerSide:
         state.loading = False
         receipt = state.receipt
         receipt.recomputed_tokens = done.recomputed_tokens
+        state.recomputed_ranges = done.recomputed_ranges
         receipt.reused_tokens = state.plan.reused_tokens - done.failed_tokens
         receipt.missed_tokens += done.failed_tokens
         receipt.failed_chunks += done.failed_chunks
@@ -339,7 +341,10 @@ class SchedulerSide:
             held = self._hold_for_saving(request, state, np.asarray(block_ids, np.int64))
         if not state.receipt.reused_tokens:
             self._count("requests_not_blended", 1)
-        return held, {"ucm": {"blend": asdict(state.receipt)}}
+        receipt = asdict(state.receipt)
+        if state.controls.trace:
+            receipt["recomputed_ranges"] = state.recomputed_ranges
+        return held, {"ucm": {"blend": receipt}}
 
     def _hold_for_saving(self, request: Request, state: RequestState, block_ids: np.ndarray) -> bool:
         save = self._settings.blend.save if state.controls.save is None else state.controls.save
