@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 CONFIG_VARIABLE = "UCM_RAY_CONFIG"
 DEFAULT_FILE = Path(__file__).resolve().parent.parent / "configs" / "default.yaml"
@@ -43,6 +43,18 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _known_policy(name: str) -> str:
+    """Policies are the files of `ucm_ray.blend.policies`: a new one needs no change here."""
+    from ucm_ray.blend.policies import get_policy, policy_names
+
+    try:
+        get_policy(name)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected one of {', '.join(map(repr, policy_names()))}") from None
+    return name
+
+
+Policy = Annotated[str, AfterValidator(_known_policy)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -96,7 +108,7 @@ class BlendSettings(_Section):
     """Reuse of cached chunks at any position, and which of their tokens are recomputed."""
 
     enabled: bool = True
-    policy: Literal["none", "boundary", "hkvd", "query"] = "query"
+    policy: Policy = "query"
     budget: Ratio = 0.10
     blend_chunk_size: int = Field(default=64, ge=8, le=4096)
     min_match_ratio: float = Field(default=0.8, gt=0.0, le=1.0)
@@ -214,7 +226,7 @@ class RequestControls(_Section):
     """What a request may set in `kv_transfer_params["ucm"]`; None keeps the deployment's value."""
 
     blend: bool | None = None
-    policy: Literal["none", "boundary", "hkvd", "query"] | None = None
+    policy: Policy | None = None
     budget: Ratio | None = None
     save: bool | None = None
     trace: bool | None = Field(default=None, description="the receipt names the recomputed positions")
