@@ -99,9 +99,9 @@ def test_broken_parameters_are_400_and_name_the_field(client: openai.OpenAI, fie
         client.completions.create(model=MODEL, prompt="Hello", **{field: value})
 
 
-@pytest.mark.parametrize("key", ["wrong-key", "first-test-ke", ""])
+@pytest.mark.parametrize("key", ["wrong-key", "first-test-ke"])
 def test_without_a_known_key_it_is_401(service, key: str) -> None:
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key or " ", max_retries=0) as stranger:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError, match="API key"):
             stranger.models.list()
         with pytest.raises(openai.AuthenticationError):
