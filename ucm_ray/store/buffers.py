@@ -12,10 +12,20 @@ import torch
 
 _GRAIN_BYTES = 64 * 1024
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
+# half a page away from the page borders that payloads start at in files: some processors copy several times slower
+# between addresses that are equal, or nearly so, modulo the page size
+_SKEW_BYTES = 2048
+
+
+class _Lease(weakref.ref):
+    """Watches the array that a tensor keeps alive, and remembers the buffer it lies in."""
+
+    __slots__ = ("buffer",)
+    buffer: np.ndarray
 
 
 class BufferPool:
-    """Page-aligned buffers that come back by themselves when the last tensor on them is gone.
+    """Buffers that come back by themselves when the last tensor on them is gone.
 
     `max_free_bytes` bounds what is kept for reuse. With `pin_memory` the buffers are page-locked, so that a GPU copies
     from them without staging.
@@ -26,6 +36,7 @@ class BufferPool:
         self.pin_memory = pin_memory
         self.free_bytes = 0
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self._leases: dict[int, _Lease] = {}
         # re-entrant: the garbage collector may return a buffer in the middle of `tensor`
         self._lock = RLock()
 
@@ -34,7 +45,7 @@ class BufferPool:
 
         The view must not outlive the tensor: the memory belongs to somebody else once the tensor is gone.
         """
-        size = -(-max(num_bytes, 1) // _GRAIN_BYTES) * _GRAIN_BYTES
+        size = -(-(num_bytes + _SKEW_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES
         with self._lock:
             same_size = self._free[size]
             buffer = same_size.pop() if same_size else None
@@ -42,9 +53,11 @@ class BufferPool:
                 self.free_bytes -= size
         if buffer is None:
             buffer = self._allocate(size)
-        lease = buffer[:num_bytes]
-        weakref.finalize(lease, self._give_back, buffer).atexit = False
-        return torch.from_numpy(lease), memoryview(buffer)[:num_bytes]
+        lease = buffer[_SKEW_BYTES:_SKEW_BYTES + num_bytes]
+        reference = _Lease(lease, self._give_back)
+        reference.buffer = buffer
+        self._leases[id(reference)] = reference
+        return torch.from_numpy(lease), memoryview(buffer)[_SKEW_BYTES:_SKEW_BYTES + num_bytes]
 
     def _allocate(self, size: int) -> np.ndarray:
         if self.pin_memory:
@@ -54,8 +67,10 @@ class BufferPool:
             memory.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(memory, dtype=np.uint8)
 
-    def _give_back(self, buffer: np.ndarray) -> None:
+    def _give_back(self, lease: _Lease) -> None:
+        buffer = lease.buffer
         with self._lock:
+            del self._leases[id(lease)]
             if self.free_bytes + len(buffer) <= self.max_free_bytes:
                 self.free_bytes += len(buffer)
                 self._free[len(buffer)].append(buffer)

@@ -11,19 +11,17 @@ ones of the layers let a reader use the first layers before the last ones are re
 
 from __future__ import annotations
 
-import json
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields
-from typing import NamedTuple
+from dataclasses import MISSING, fields
+from typing import NamedTuple, get_type_hints
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
 
-from ucm_ray.store.base import ChunkMeta
+from ucm_ray.store.base import DTYPES, ChunkMeta
 from ucm_ray.store.buffers import BufferPool
 
 MAGIC = b"UCMRAYKV"
@@ -35,7 +33,20 @@ _PAGE = 4096
 # a piece stays in the L2 cache between being read and being checksummed
 _PIECE_BYTES = 256 * 1024
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
-_JSON_FIELDS = sorted(field.name for field in fields(ChunkMeta) if field.name != "token_ids")
+
+
+def _json_type() -> type[msgspec.Struct]:
+    """The header's JSON: the fields of `ChunkMeta`, their token ids replaced by how many there are."""
+    types = get_type_hints(ChunkMeta)
+    entries = [(field.name, types[field.name]) if field.default is MISSING else
+               (field.name, types[field.name], field.default)
+               for field in fields(ChunkMeta) if field.name != "token_ids"]
+    return msgspec.defstruct("_Json", [("num_tokens", int), *entries], kw_only=True)
+
+
+_Json = _json_type()
+_encode_json = msgspec.json.Encoder(order="sorted").encode
+_decode_json = msgspec.json.Decoder(_Json).decode
 
 
 class BadChunkFile(Exception):
@@ -67,8 +78,7 @@ def encode_header(meta: ChunkMeta, payload: memoryview) -> bytes:
     layer_bytes = meta.payload_bytes // meta.num_layers
     layers = [xxhash.xxh3_64_intdigest(payload[start:start + layer_bytes])
               for start in range(0, meta.payload_bytes, layer_bytes)]
-    text = json.dumps({name: getattr(meta, name) for name in _JSON_FIELDS} | {"num_tokens": meta.num_tokens},
-                      sort_keys=True, separators=(",", ":")).encode()
+    text = _encode_json({name: getattr(meta, name) for name in _Json.__struct_fields__})
     block = text + meta.token_ids.astype("<i4").tobytes() + np.array(layers, dtype="<u8").tobytes()
     offset = -(-(_BLOCK_START + len(block)) // _PAGE) * _PAGE
     block = block.ljust(offset - _BLOCK_START, b"\0")
@@ -94,15 +104,6 @@ def write_chunk(path: str, meta: ChunkMeta, kv: torch.Tensor) -> int:
     finally:
         os.close(handle)
     return len(header) + len(payload)
-
-
-@contextmanager
-def opened(path: str) -> Iterator[int]:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 def read_header(handle: int) -> Header:
@@ -135,12 +136,13 @@ def read_header(handle: int) -> Header:
 
 def _parse_block(block: bytes, json_bytes: int) -> tuple[ChunkMeta, np.ndarray]:
     try:
-        values = json.loads(block[:json_bytes])
-        num_tokens = values.pop("num_tokens")
-        token_ids = np.frombuffer(block, "<i4", num_tokens, json_bytes)
+        values = msgspec.structs.asdict(_decode_json(block[:json_bytes]))
+        token_ids = np.frombuffer(block, "<i4", values.pop("num_tokens"), json_bytes)
         layers = np.frombuffer(block, "<u8", values["num_layers"], json_bytes + token_ids.nbytes)
-        return ChunkMeta(token_ids=token_ids, **values), layers
-    except (ValueError, TypeError, KeyError) as error:
+        if values["dtype"] not in DTYPES:
+            raise ValueError(f"dtype is {values['dtype']!r}, expected one of {', '.join(DTYPES)}")
+        return ChunkMeta.trusted(values, token_ids), layers
+    except (ValueError, msgspec.MsgspecError) as error:
         raise BadChunkFile("corrupt", f"the header cannot be understood: {error}") from None
 
 

@@ -60,7 +60,10 @@ def roots_and_capacity(config: Mapping[str, Any]) -> tuple[list[str], int]:
 
 
 def _bytes(config: Mapping[str, Any], key: str) -> int:
-    value = parse_bytes(config[key])
+    try:
+        value = parse_bytes(config[key])
+    except ValueError:
+        value = None
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise StoreError(f"{key} is {config[key]!r}, expected a number of bytes or a size such as '4GiB'")
     return value

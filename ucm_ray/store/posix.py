@@ -15,7 +15,7 @@ import torch
 
 from ucm_ray.store.base import ChunkMeta, KVStage, StoredChunk, is_hex_name
 from ucm_ray.store.buffers import BufferPool
-from ucm_ray.store.chunk_file import BadChunkFile, Header, opened, read_header, read_layer, read_payload, write_chunk
+from ucm_ray.store.chunk_file import BadChunkFile, Header, read_header, read_layer, read_payload, write_chunk
 from ucm_ray.store.shared_folder import SharedFolder, file_bytes, remove_file
 
 logger = logging.getLogger("ucm_ray.store")
@@ -68,8 +68,7 @@ class PosixStage(KVStage):
     def _read_chunk(self, handle: int, namespace: str, key: str) -> StoredChunk:
         header = self._checked_header(handle, namespace, key)
         chunk = header.meta, read_payload(handle, header, self.pool)
-        self.counters.add("hits")
-        self.counters.add("loaded_bytes", header.meta.payload_bytes)
+        self.counters.add_all(hits=1, loaded_bytes=header.meta.payload_bytes)
         self._touch(namespace, key)
         return chunk
 
@@ -94,11 +93,13 @@ class PosixStage(KVStage):
             return None
         path = self.folder_of(key).path(namespace, key, self.rank)
         try:
-            with opened(path) as handle:
-                try:
-                    return read(handle, namespace, key)
-                except BadChunkFile as error:
-                    self._discard(path, handle, namespace, key, error)
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return read(handle, namespace, key)
+            except BadChunkFile as error:
+                self._discard(path, handle, namespace, key, error)
+            finally:
+                os.close(handle)
         except FileNotFoundError:
             self.counters.add("misses")
         except OSError as error:
@@ -208,8 +209,8 @@ class PosixStage(KVStage):
     @staticmethod
     def _origin(path: str) -> tuple[str, int] | None:
         try:
-            with opened(path) as handle:
-                return read_header(handle).meta.origin
+            with open(path, "rb") as file:
+                return read_header(file.fileno()).meta.origin
         except (OSError, BadChunkFile):
             return None
 
