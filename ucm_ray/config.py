@@ -182,7 +182,8 @@ class ServiceSettings(_Section):
     @model_validator(mode="after")
     def _ordered(self) -> ServiceSettings:
         if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas is {self.max_replicas}, expected at least min_replicas ({self.min_replicas})")
+            raise ValueError(f"max_replicas is {self.max_replicas}, expected at least min_replicas "
+                             f"({self.min_replicas})")
         if any(not key.strip() for key in self.api_keys):
             raise ValueError("api_keys has an empty key; expected non-empty strings")
         return self

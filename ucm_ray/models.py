@@ -73,6 +73,18 @@ def default_model() -> Path:
     return target
 
 
+def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The fast dtype of this machine's CPU: "bfloat16" where it multiplies bfloat16, else "float32".
+
+    Without AVX512-BF16 or AMX-BF16, vLLM's linear layers in 16 bits run on a reference kernel, 10 to 50 times slower.
+    """
+    try:
+        flags = set(cpuinfo.read_text().split())
+    except OSError:
+        return "float32"
+    return "bfloat16" if flags & {"avx512_bf16", "amx_bf16"} else "float32"
+
+
 def default_model_folder() -> Path:
     """Where `default_model` puts the model, whether it is there or not."""
     return cache_folder() / "models" / _FOLDER_NAME

@@ -10,7 +10,9 @@ import pytest
 from ucm_ray.serve.auth import ApiKeyMiddleware, salt_of
 
 
-def _call(keys: list[str], authorization: str | None, path: str = "/v1/models", method: str = "GET") -> tuple[int, str | None]:
+def _call(
+    keys: list[str], authorization: str | None, path: str = "/v1/models", method: str = "GET"
+) -> tuple[int, str | None]:
     """Status and the salt that the application behind the middleware saw."""
     seen: dict[str, Any] = {}
 

@@ -75,7 +75,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text, parts", BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_configuration_is_told_key_value_and_what_is_allowed(tmp_path: Path, text: str, parts: list[str]) -> None:
+def test_a_broken_configuration_is_told_key_value_and_what_is_allowed(
+    tmp_path: Path, text: str, parts: list[str]
+) -> None:
     file = tmp_path / "broken.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:

@@ -39,7 +39,8 @@ def test_green_where_everything_is_there(good: dict) -> None:
     settings = parse_settings(good)
     assert _errors(settings) == {}
     stop_if_red(settings)
-    assert {"python", "vllm", "ray", "torch", "device", "model", "store", "port", "memory", "disk"} <= set(_states(settings))
+    checked = set(_states(settings))
+    assert {"python", "vllm", "ray", "torch", "device", "model", "store", "port", "memory", "disk"} <= checked
 
 
 def test_red_without_the_model(good: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,3 +92,13 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(models.ModelError, match="no folder"):
         models.resolve_model(str(tmp_path / "none"))
     assert models.resolve_model("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+
+
+@pytest.mark.parametrize("flags, dtype", [
+    ("fpu avx2 fma", "float32"), ("avx512f avx512_bf16", "bfloat16"), ("amx_tile amx_bf16", "bfloat16"),
+    ("avx512f avx512vl", "float32"),
+])
+def test_dtype_follows_what_the_cpu_multiplies(tmp_path: Path, flags: str, dtype: str) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name : some CPU\nflags : {flags}\n")
+    assert models.cpu_dtype(tmp_path / "cpuinfo") == dtype
+    assert models.cpu_dtype(tmp_path / "none") == "float32"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("bash", "dirname", "uname", "df", "awk", "cat", "sha256sum", "cut", "readlink", "grep", "sed", "tail", "env", "gcc")
+TOOLS = ("bash", "dirname", "uname", "df", "awk", "cat", "sha256sum", "cut", "readlink", "grep", "sed", "tail", "env",
+         "gcc")
 
 
 @pytest.fixture

@@ -90,7 +90,9 @@ def config(path: Annotated[Path | None, typer.Argument(help="YAML file; default:
 
 
 @app.command()
-def model(check: Annotated[bool, typer.Option(help="Only say whether it is there; exit code 1 if not.")] = False) -> None:
+def model(
+    check: Annotated[bool, typer.Option(help="Only say whether it is there; exit code 1 if not.")] = False,
+) -> None:
     """Prepare the default model if need be and print its folder."""
     from ucm_ray.models import default_model, default_model_folder, is_complete
 
@@ -116,9 +118,10 @@ def main() -> None:
     from ucm_ray.config import ConfigError
     from ucm_ray.doctor import SetUpError
     from ucm_ray.models import ModelError
+    from ucm_ray.serve.run import StartError
 
     try:
         app()
-    except (ConfigError, ModelError, SetUpError) as error:
+    except (ConfigError, ModelError, SetUpError, StartError) as error:
         typer.echo(f"ucm-ray: {error}", err=True)
         raise SystemExit(2) from None

@@ -18,7 +18,7 @@ def serve(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML; default: $UCM_RAY_CONFIG.")] = None,
     port: Annotated[int | None, typer.Option(help="Same as service.port=N.")] = None,
     address: Annotated[str | None, typer.Option(help="Running Ray cluster; default: start one.")] = None,
-    quiet: Annotated[bool, typer.Option(help="Only say when it is ready.")] = False,
+    verbose: Annotated[bool, typer.Option(help="Show the logs of Ray and the engine.")] = False,
 ) -> None:
     """Check the set-up, start engines and HTTP, print the address, serve until Ctrl-C."""
     args: dict[str, Any] = {}
@@ -39,4 +39,4 @@ def serve(
 
     from ucm_ray.serve.run import run_service
 
-    run_service(args, address=address, quiet=quiet)
+    run_service(args, address=address, verbose=verbose)

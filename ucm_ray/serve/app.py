@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
 from ucm_ray.config import ConfigError, Settings, load_settings
-from ucm_ray.models import resolve_model
+from ucm_ray.models import cpu_dtype, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def application(settings: Settings) -> Application:
     """Engines and ingress of one deployment."""
     from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
 
+    from ucm_ray.serve.engine import UcmLLMServer
     from ucm_ray.serve.ingress import ingress_class
 
     config = llm_config(settings)
@@ -42,9 +44,10 @@ def application(settings: Settings) -> Application:
         ray_actor_options={"num_cpus": service.ingress_cpus},
     )
     return ingress.bind(
-        {config.model_id: build_llm_deployment(config)},
+        {config.model_id: build_llm_deployment(config, deployment_cls=UcmLLMServer)},
         {config.model_id: to_model_metadata(config.model_id, config)},
         settings=settings.model_dump(),
+        llm_config=config,
     )
 
 
@@ -69,8 +72,10 @@ def llm_config(settings: Settings) -> LLMConfig:
             },
             "max_ongoing_requests": service.max_ongoing_requests,
             "ray_actor_options": {"num_cpus": 0},  # the replica's share is in the placement group
+            **request_router(settings),
         },
         runtime_env={"env_vars": environment(settings, model)},
+        callback_config={"callback_class": "ucm_ray.serve.local_model.LocalModel"},
         log_engine_metrics=True,
     )
 
@@ -79,7 +84,7 @@ def engine_kwargs(settings: Settings) -> dict[str, Any]:
     """Arguments of vLLM's engine; `engine.extra` wins, and may not name what has a key of its own."""
     engine = settings.engine
     kwargs: dict[str, Any] = {
-        "dtype": engine.dtype,
+        "dtype": cpu_dtype() if engine.dtype == "auto" and not uses_cuda(settings) else engine.dtype,
         "max_model_len": engine.max_model_len,
         "block_size": engine.block_size,
         "max_num_seqs": engine.max_num_seqs,
@@ -88,6 +93,7 @@ def engine_kwargs(settings: Settings) -> dict[str, Any]:
         "enforce_eager": engine.enforce_eager,
         "enable_prefix_caching": engine.enable_prefix_caching,
     }
+    kwargs["worker_extension_cls"] = "ucm_ray.integration.vllm.worker_extension.UcmWorkerExtension"
     if uses_cuda(settings):
         kwargs["gpu_memory_utilization"] = engine.gpu_memory_utilization
     if engine.async_scheduling is not None:
@@ -98,6 +104,17 @@ def engine_kwargs(settings: Settings) -> dict[str, Any]:
         raise ConfigError(f"engine.extra.{doubled[0]}: found {engine.extra[doubled[0]]!r}, expected only arguments "
                           "that have no key of their own in this configuration")
     return kwargs | engine.extra
+
+
+def request_router(settings: Settings) -> dict[str, Any]:
+    """The deployment option that chooses replicas; nothing for Ray Serve's own, power of two choices."""
+    if settings.service.router == "default":
+        return {}
+    return {"request_router_config": RequestRouterConfig(
+        request_router_class="ucm_ray.serve.router.ChunkAwareRouter",
+        request_router_kwargs={"capacity_bytes": settings.store.cache_capacity_bytes,
+                               "load_weight": settings.service.router_load_weight},
+    )}
 
 
 def bundles(settings: Settings) -> list[dict[str, float]]:

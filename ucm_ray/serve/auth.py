@@ -1,7 +1,7 @@
 """API keys: who may call, and under which salt a caller's KV is kept.
 
-A key maps to a salt that never leaves the server. The salt becomes part of every KV key of the caller's requests, so two
-callers with different keys share no cached text, neither in vLLM's prefix cache nor in the chunk store.
+A key maps to a salt that never leaves the server. The salt becomes part of every KV key of the caller's requests, so
+two callers with different keys share no cached text, neither in vLLM's prefix cache nor in the chunk store.
 """
 
 from __future__ import annotations

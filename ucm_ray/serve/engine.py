@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
+from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import CompletionRequest, ErrorResponse
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
 
@@ -26,6 +27,7 @@ class UcmLLMServer(LLMServer):
         await super().start()
         client = self.engine._engine_client
         self._receipts: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._replica = serve.get_replica_context().replica_id.unique_id
         self._recorded = client.vllm_config.kv_transfer_config is not None
         client.generate = record_receipts(client.generate, self._put_receipt)
         if self._recorded:
@@ -55,6 +57,15 @@ class UcmLLMServer(LLMServer):
             "block_size": config.cache_config.block_size,
             "pid": os.getpid(),
         }
+
+    async def store_stats(self) -> dict[str, Any]:
+        """Numbers of the stores of all ranks, added up, as `{"Cache.hits": ...}`, and the replica's id."""
+        totals: dict[str, float] = {}
+        for rank in await self.engine._engine_client.collective_rpc("ucm_store_stats", timeout=5.0):
+            for stage, numbers in rank.items():
+                for name, value in (numbers.items() if isinstance(numbers, dict) else ()):
+                    totals[f"{stage}.{name}"] = totals.get(f"{stage}.{name}", 0) + value
+        return {"replica": self._replica, "numbers": totals}
 
     async def ingest(self, token_ids: list[int], kv_transfer_params: dict[str, Any], salt: str) -> dict[str, Any]:
         """Compute a sequence once so that the connector stores its KV; the engine's receipt and the time it took.
@@ -87,6 +98,6 @@ class UcmLLMServer(LLMServer):
     def _take_receipt(self, response_id: str, prompt_tokens: int = 0) -> dict[str, Any]:
         receipt = self._receipts.pop(response_id, None)
         if receipt is not None:
-            return receipt
+            return receipt | {"replica": self._replica}
         reason = "the engine gave no receipt" if self._recorded else "blend and ESA are off"
         return no_receipt(reason, prompt_tokens)

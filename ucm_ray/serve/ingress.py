@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse, OpenAIHTTPException
-from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS, OpenAiIngress, make_fastapi_ingress
+from ray.llm._internal.serve.core.ingress.ingress import DEFAULT_ENDPOINTS, make_fastapi_ingress
 from ray.llm._internal.serve.core.ingress.middleware import SetRequestIdMiddleware
 from ray.llm._internal.serve.observability.metrics.fast_api_metrics import (
     add_http_metrics_middleware,
@@ -20,8 +20,11 @@ from ray.llm._internal.serve.observability.metrics.fast_api_metrics import (
 from starlette.responses import JSONResponse
 
 from ucm_ray.config import ConfigError, ServiceSettings, Settings, parse_controls
-from ucm_ray.serve.auth import ApiKeyMiddleware
+from ucm_ray.serve.auth import OPEN_PATHS, ApiKeyMiddleware
+from ucm_ray.serve.cache_service import CacheService
 from ucm_ray.serve.errors import add_error_handlers, bad_request
+from ucm_ray.serve.routes import OPEN_ROUTES, ROUTES, UcmRoutes
+from ucm_ray.serve.tokenizer import PromptTokenizer
 
 Endpoint = Callable[[FastAPI], Callable[..., Any]]
 
@@ -30,15 +33,18 @@ ENDPOINTS: dict[str, Endpoint] = {
     **{name: DEFAULT_ENDPOINTS[name] for name in ("models", "model_data", "completions", "chat", "tokenize",
                                                   "detokenize")},
     "health": lambda app: app.get("/health"),
+    **ROUTES,
 }
 
 
-class UcmIngress(OpenAiIngress):
+class UcmIngress(UcmRoutes):
     """One replica of the ingress. `settings` is `Settings.model_dump()` of the deployment."""
 
-    def __init__(self, *args: Any, settings: dict[str, Any], **kwargs: Any):
+    def __init__(self, *args: Any, settings: dict[str, Any], llm_config: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.settings = Settings.model_validate(settings)
+        engines = self._default_serve_handles[llm_config.model_id]
+        self.cache = CacheService(self.settings, engines, PromptTokenizer(llm_config))
 
     async def health(self) -> JSONResponse:
         """Answered without a key; the ingress is up. Replicas are checked by Ray Serve."""
@@ -95,7 +101,7 @@ def fastapi_app(service: ServiceSettings) -> FastAPI:
     app = FastAPI(title="ucm_ray", lifespan=metrics_lifespan)
     add_error_handlers(app)
     add_http_metrics_middleware(app)
-    app.add_middleware(ApiKeyMiddleware, api_keys=service.api_keys)
+    app.add_middleware(ApiKeyMiddleware, api_keys=service.api_keys, open_paths=OPEN_PATHS | set(OPEN_ROUTES))
     app.add_middleware(SetRequestIdMiddleware)
     return app
 

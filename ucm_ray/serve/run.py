@@ -2,64 +2,81 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ucm_ray.config import Settings, load_settings
 
-logger = logging.getLogger(__name__)
+_PROGRESS_S = 15.0
 
 
-def run_service(args: Mapping[str, Any], address: str | None = None, quiet: bool = False) -> None:
+class StartError(RuntimeError):
+    """The service did not come up; the message says why and where the logs are."""
+
+
+def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bool = False) -> None:
     """Serve until SIGINT or SIGTERM. `args` as for `serve_app:app`; `address` None starts a Ray of our own.
 
-    Raises `ConfigError`, `ModelError`, or `RuntimeError` when the service does not come up.
+    Raises `ConfigError`, `ModelError` or `StartError`.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     arguments = dict(args)
     settings = load_settings(arguments.pop("config", None), arguments)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: _stop(stop))
+        signal.signal(number, lambda *_: _interrupt(stop))
 
-    started = time.monotonic()
-    _say("starting Ray and the engine (about a minute on two cores) ...", quiet)
-    import ray
-    from ray import serve
-
-    from ucm_ray.serve.app import application
-
-    # before the application is built: Ray Serve LLM asks Ray for its runtime context while building
-    ray.init(address=address or "local", namespace="serve", log_to_driver=not quiet)
+    started_s = time.monotonic()
+    ray = None
     try:
-        app = application(settings)
-        serve.start(http_options={"host": settings.service.host, "port": settings.service.port})
-        serve.run(app, name="default", route_prefix="/")
-        _say(ready_text(settings, time.monotonic() - started), quiet=False)
+        with _progress(started_s):
+            import ray
+            from ray import serve
+
+            from ucm_ray.serve.app import application
+
+            # before the application is built: Ray Serve LLM asks Ray for its runtime context while building
+            ray.init(address=address or "local", namespace="serve", log_to_driver=verbose)
+            app = application(settings)
+            serve.start(http_options={"host": settings.service.host, "port": settings.service.port})
+            _deploy(serve, app)
+        _say(ready_text(settings, time.monotonic() - started_s))
         stop.wait()
     except KeyboardInterrupt:
-        pass  # stopped while starting: there is nothing to report, only to clean up
+        pass  # Ctrl-C is how this ends
     finally:
-        _say("stopping ...", quiet)
-        serve.shutdown()
-        ray.shutdown()
+        if ray is not None and ray.is_initialized():
+            _say("stopping ...")
+            serve.shutdown()
+            ray.shutdown()
+
+
+def _deploy(serve: Any, app: Any) -> None:
+    try:
+        serve.run(app, name="default", route_prefix="/")
+    except RuntimeError as error:
+        import ray
+
+        logs = os.path.join(ray._private.worker._global_node.get_session_dir_path(), "logs", "serve")
+        raise StartError(f"the service did not come up: {error}\nThe logs are in {logs}; `ucm-ray doctor` checks the "
+                           "machine, `ucm-ray serve --verbose` shows the engine's log.") from error
 
 
 def ready_text(settings: Settings, seconds: float) -> str:
     """The address and a request to try, ready to paste."""
     service = settings.service
     host = "127.0.0.1" if service.host in ("0.0.0.0", "::") else service.host
-    key = "-H 'Authorization: Bearer '$UCM_RAY_API_KEY " if service.api_keys else ""
+    key = "-H \"Authorization: Bearer $UCM_RAY_API_KEY\" " if service.api_keys else ""
     body = shlex.quote(
-        f'{{"model": "{service.model_id}", "max_tokens": 32, '
-        '"messages": [{"role": "user", "content": "What is the capital of Latvia?"}]}'
+        f'{{"model": "{service.model_id}", "max_tokens": 32, "temperature": 0, '
+        '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     )
     return (
         f"\nReady after {seconds:.0f} s at http://{host}:{service.port}/v1 (stop with Ctrl-C). Try:\n\n"
@@ -68,14 +85,29 @@ def ready_text(settings: Settings, seconds: float) -> str:
     )
 
 
-def _stop(stop: threading.Event) -> None:
-    """First signal: leave the wait, or the start-up by KeyboardInterrupt."""
-    if stop.is_set():
-        return
-    stop.set()
-    raise KeyboardInterrupt
+@contextmanager
+def _progress(started_s: float) -> Iterator[None]:
+    """A line every 15 s while Ray and the engine start, so that nobody wonders whether it hangs."""
+    done = threading.Event()
+
+    def tell() -> None:
+        _say("starting Ray and the engine (about a minute on two cores) ...")
+        while not done.wait(_PROGRESS_S):
+            _say(f"  ... {time.monotonic() - started_s:.0f} s")
+
+    threading.Thread(target=tell, name="progress", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
-def _say(text: str, quiet: bool) -> None:
-    if not quiet:
-        print(text, file=sys.stderr, flush=True)
+def _interrupt(stop: threading.Event) -> None:
+    """First signal: leave the start-up or the wait. Later ones: let the clean-up finish."""
+    if not stop.is_set():
+        stop.set()
+        raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
