@@ -94,13 +94,13 @@ class ServiceProcess:
 
 
 @pytest.fixture(scope="session")
-def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, Any]], ServiceProcess]]:
+def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ServiceProcess]]:
     """Starts services from configurations (a mapping as in the YAML); none outlives the session."""
     services: list[ServiceProcess] = []
 
-    def start(config: dict[str, Any]) -> ServiceProcess:
+    def start(config: dict[str, Any], wait: bool = True) -> ServiceProcess:
         services.append(ServiceProcess(config, tmp_path_factory.mktemp("service")))
-        return services[-1].wait_ready()
+        return services[-1].wait_ready() if wait else services[-1]
 
     yield start
     for service in services:

@@ -18,6 +18,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 CONFIG_VARIABLE = "UCM_RAY_CONFIG"
+API_KEYS_VARIABLE = "UCM_RAY_API_KEYS"
 DEFAULT_FILE = Path(__file__).resolve().parent.parent / "configs" / "default.yaml"
 CONNECTOR_MODULE = "ucm_ray.integration.vllm.blend_connector"
 _ROOT_BLOCKS = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config", "ucm_sparse_config")
@@ -80,6 +81,15 @@ class EngineSettings(_Section):
     enable_prefix_caching: bool = True
     async_scheduling: bool | None = None
     extra: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _possible(self) -> EngineSettings:
+        if self.device == "cpu" and self.block_size % 32:
+            raise ValueError(f"block_size is {self.block_size}, expected a multiple of 32 on CPU")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(f"max_num_batched_tokens is {self.max_num_batched_tokens}, expected at least max_num_seqs "
+                             f"({self.max_num_seqs}): every request decodes one token a step")
+        return self
 
 
 class StoreSettings(_Section):
@@ -239,7 +249,8 @@ class RequestControls(_Section):
 def load_settings(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
     """Read settings from `path`, else from the file named by UCM_RAY_CONFIG, else from `configs/default.yaml`.
 
-    `overrides` maps dotted keys to values (`{"blend.budget": 0.2}`); strings are read as YAML.
+    `overrides` maps dotted keys to values (`{"blend.budget": 0.2}`); strings are read as YAML. UCM_RAY_API_KEYS (keys
+    with commas between them) stands in for `service.api_keys`, so that no secret has to lie in a file.
     Raises `ConfigError`.
     """
     chosen = path or os.environ.get(CONFIG_VARIABLE)
@@ -250,6 +261,8 @@ def load_settings(path: str | Path | None = None, overrides: Mapping[str, Any] |
     where = str(chosen) if chosen else "built-in defaults"
     for key, value in (overrides or {}).items():
         _set(raw, key, yaml.safe_load(value) if isinstance(value, str) else value, where)
+    if keys := os.environ.get(API_KEYS_VARIABLE):
+        _set(raw, "service.api_keys", [key.strip() for key in keys.split(",")], API_KEYS_VARIABLE)
     return parse_settings(raw, where)
 
 

@@ -62,6 +62,8 @@ BROKEN = {
     "bad pipeline": ("store: {store_pipeline: 'Cache||Posix'}", ["store_pipeline", "'Cache||Posix'", "'Cache|Posix'"]),
     "limits crossed": ("service: {min_replicas: 3}", ["max_replicas is 1", "min_replicas (3)"]),
     "limits crossed, shards": ("retrieval: {shards: 9}", ["max_shards is 4", "shards (9)"]),
+    "block size on CPU": ("engine: {device: cpu, block_size: 16}", ["engine", "block_size is 16", "multiple of 32"]),
+    "step too small": ("engine: {max_num_batched_tokens: 32, max_num_seqs: 64}", ["max_num_batched_tokens is 32", "64"]),
     "another connector": ("kv_connector: LMCache", ["kv_connector", "'LMCache'", "'BlendConnector'"]),
     "unknown connector key": ("kv_connector_extra_config: {blend_chunk_sise: 64}",
                               ["kv_connector_extra_config.blend_chunk_sise", "'blend_chunk_size'"]),
@@ -158,6 +160,11 @@ def test_the_environment_selects_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("UCM_RAY_CONFIG", str(file))
     assert load_settings().blend.policy == "boundary"
     assert load_settings(overrides={"blend.policy": "none"}).blend.policy == "none"
+
+
+def test_api_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCM_RAY_API_KEYS", "one, two")
+    assert load_settings().service.api_keys == ["one", "two"]
 
 
 @pytest.mark.parametrize("size, expected", [("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("10kB", 10_000), (7, 7)])

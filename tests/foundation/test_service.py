@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
@@ -139,3 +142,14 @@ def test_stopping_leaves_no_process(service) -> None:
     assert len(service.processes()) > 3
     assert service.stop() == []
     assert service.process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_while_it_starts_leaves_no_process(start_service, number: int) -> None:
+    starting = start_service(CONFIG, wait=False)
+    deadline = time.monotonic() + 120
+    while len(starting.processes()) < 4:  # Ray is coming up
+        assert starting.process.poll() is None and time.monotonic() < deadline, starting.log.read_text()
+        time.sleep(0.2)
+    assert starting.stop(number) == []
+    assert "Traceback" not in starting.log.read_text()

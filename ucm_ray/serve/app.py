@@ -96,6 +96,8 @@ def engine_kwargs(settings: Settings) -> dict[str, Any]:
     kwargs["worker_extension_cls"] = "ucm_ray.integration.vllm.worker_extension.UcmWorkerExtension"
     if uses_cuda(settings):
         kwargs["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    elif engine.block_size % 32:
+        raise ConfigError(f"engine.block_size: found {engine.block_size}, expected a multiple of 32 on CPU")
     if engine.async_scheduling is not None:
         kwargs["async_scheduling"] = engine.async_scheduling
     if transfer := settings.kv_transfer_config():
