@@ -91,9 +91,10 @@ class EsaConfig:
         """The first token, at or after `num_dense_tokens`, that may be decoded sparsely; None if there is none."""
         if ratio >= 1.0:
             return None
-        num_blocks = max(1, num_dense_tokens // block_size)
+        # a middle of m blocks is narrowed if ceil(m * ratio) < m; start a little low for the sake of rounding
+        middle = max(2, math.floor(1.0 / (1.0 - ratio)) - 1)
+        fixed = self.init_window_sz + max(1, self.local_window_sz)
+        num_blocks = max(self.min_blocks + 1, fixed + middle, num_dense_tokens // block_size + 1)
         while self.budget(num_blocks, ratio) is None:
             num_blocks += 1
-            if num_blocks > self.min_blocks + self.init_window_sz + self.local_window_sz + 2 / (1.0 - ratio) + 2:
-                return None
         return max(num_dense_tokens, (num_blocks - 1) * block_size)

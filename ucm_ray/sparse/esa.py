@@ -149,6 +149,10 @@ class ESA(UcmSparseBase):
         """The output stands as it is: tokens left out were left out of the softmax too."""
         return output
 
+    def close(self) -> None:
+        """Let go of the retriever."""
+        self._retriever.close()
+
     # ---- requests
 
     def state(self, request_id: str) -> RequestState | None:

@@ -1,0 +1,35 @@
+"""What the scheduler's and the worker's half of ESA tell each other every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class EsaRequestStep:
+    """One tracked request in one step. `block_ids` int64: its new blocks, or all of them if `replace`."""
+
+    request_id: str
+    num_scheduled_tokens: int
+    num_computed_tokens: int
+    block_ids: np.ndarray
+    replace: bool = False
+    num_prompt_tokens: int = 0  # with `replace`: tokens that are prefilled, the rest is decoded
+    ratio: float = 1.0  # with `replace`
+
+
+@dataclass
+class EsaStepMeta:
+    """Requests of this step that may be decoded sparsely, and those that left."""
+
+    requests: list[EsaRequestStep] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)  # finished, aborted or preempted
+
+    def __bool__(self) -> bool:
+        return bool(self.requests or self.gone)
+
+
+# Usage of requests since the last report, by request id; the scheduler keeps the latest.
+EsaReport = dict[str, dict[str, int]]
