@@ -63,6 +63,14 @@ def test_the_cache_keeps_its_own_copy_of_what_is_saved(pipeline):
     assert torch.equal(pipeline.load(NAMESPACE, key(0))[1], kv_of(0))
 
 
+def test_stages_never_differ_in_the_source_of_a_chunk(pipeline):
+    pipeline.save(*make_chunk(0, source_id="aa"))
+    again = reopened(pipeline)
+    assert again.save(*make_chunk(0, source_id="bb"))
+    assert again.load(NAMESPACE, key(0))[0].source_id == "aa"
+    again.close()
+
+
 def test_load_many_keeps_the_order_and_has_gaps_where_chunks_are_missing(pipeline):
     fill(pipeline, 6)
     again = reopened(pipeline)

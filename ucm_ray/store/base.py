@@ -200,6 +200,10 @@ class KVStage(ABC):
     def stats(self) -> dict:
         """Plain numbers by name: `chunks`, `bytes`, `capacity_bytes`, and event counts."""
 
+    def holds(self, meta: ChunkMeta) -> bool:
+        """Whether saving this chunk would change nothing: one copy per content, whatever it was computed from."""
+        return bool(self.lookup(meta.namespace, [meta.key])[0])
+
     def touch(self, namespace: str, keys: Sequence[str]) -> None:
         """Count as a use for LRU, because a faster stage answered for this one."""
         return None

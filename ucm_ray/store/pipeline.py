@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Condition, Lock, get_native_id
 
 import numpy as np
@@ -27,8 +27,8 @@ _CLOSE_TIMEOUT_S = 30.0
 class Pipeline(KVStage):
     """`stages` from fast to slow, "Cache|Posix" by default. A chunk found further back is kept in front as well.
 
-    All work on files happens on threads of the pipeline or of the caller of `load`, `load_many` and `save`: nothing else
-    waits for a disk. `namespace` is where `load_sync`, which has no such argument, looks.
+    All work on files happens on threads of the pipeline, or of the caller of `load`, `load_many` and `save`: nothing
+    else waits for a disk. `namespace` is where `load_sync`, which has no such argument, looks.
     """
 
     name = "Pipeline"
@@ -211,6 +211,10 @@ class Pipeline(KVStage):
 
     def save(self, meta: ChunkMeta, kv: torch.Tensor) -> bool:
         """Save in all stages; the last one's answer counts. Returns when the file is on the disk."""
+        if self.stages[-1].holds(meta):
+            # the copy that is there stays in front as well: stages must not differ in the source of a chunk
+            self.counters.add("duplicates")
+            return True
         for stage in self.stages[:-1]:
             stage.save(meta, kv)
         return self.stages[-1].save(meta, kv)

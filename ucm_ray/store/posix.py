@@ -176,7 +176,7 @@ class PosixStage(KVStage):
             self.counters.add("refused")
             logger.error("chunk %s is not saved: %s", meta.key, refusal)
             return False
-        if self._already_saved(meta):
+        if self.holds(meta):
             self.counters.add("duplicates")
             return True
         if time.monotonic() < self._degraded_until_s:
@@ -196,10 +196,10 @@ class PosixStage(KVStage):
                     f"expected {meta.shape} {meta.dtype} on cpu")
         return ""
 
-    def _already_saved(self, meta: ChunkMeta) -> bool:
-        """Whether nothing is to do: one copy per content, but all ranks' copies must be of the same source."""
+    def holds(self, meta: ChunkMeta) -> bool:
+        """One copy per content, but all ranks' copies must be of the same source."""
         folder = self.folder_of(meta.key)
-        if not os.path.exists(folder.path(meta.namespace, meta.key, self.rank)):
+        if not os.path.isfile(folder.path(meta.namespace, meta.key, self.rank)):
             return False
         if self.world_size == 1:
             return True

@@ -1,0 +1,236 @@
+"""Speed of the store: loading against a plain read, saving, and what saving costs requests that decode meanwhile."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ucm_ray.bench.report import median, table, write_json
+
+NAMESPACE = "be" * 16
+# the default model
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, DTYPE = 30, 3, 64, "bfloat16"
+DECODING_REQUESTS = 4
+
+
+def main(
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where to write; default: the temporary folder.")] = None,
+    chunks: Annotated[int, typer.Option(help="Chunks to save and load.", min=1)] = 96,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.", min=1)] = 64,
+    threads: Annotated[int, typer.Option(help="Threads that read, of the store and of the plain read.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds of loading; the median counts.", min=1)] = 31,
+    decode_rounds: Annotated[int, typer.Option(help="Pairs of decoding with and without saving.", min=0)] = 6,
+    decode_tokens: Annotated[int, typer.Option(help="Tokens of each request in a round.", min=2)] = 48,
+) -> None:
+    """Speed of saving and loading chunks, and what saving adds to TPOT."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="ucm-bench-store-") as root:
+        result = _measure_files(Path(root) / "files", chunks, chunk_tokens, threads, rounds)
+        if decode_rounds:
+            result |= _measure_decoding(Path(root) / "decode", chunk_tokens, decode_rounds, decode_tokens)
+    typer.echo(table([{"what": name, "value": value} for name, value in result.items()]))
+    write_json(json_path, result)
+
+
+def _metas(count: int, chunk_tokens: int, prefix: str) -> list:
+    import numpy as np
+
+    from ucm_ray.store import ChunkMeta
+
+    return [ChunkMeta(f"{index:08x}{prefix}", NAMESPACE, np.arange(chunk_tokens), "be" * 8, 128, NUM_LAYERS,
+                      NUM_KV_HEADS, HEAD_DIM, DTYPE) for index in range(count)]
+
+
+def _kv(chunk_tokens: int):
+    import torch
+
+    from ucm_ray.store.base import DTYPES
+
+    return torch.randn(NUM_LAYERS, 2, chunk_tokens, NUM_KV_HEADS, HEAD_DIM).to(DTYPES[DTYPE])
+
+
+def _measure_files(root: Path, chunks: int, chunk_tokens: int, threads: int, rounds: int) -> dict[str, float]:
+    """Save, then load and plainly read the same files in turn, all in page cache.
+
+    The plain read is `readinto` of each whole file into its place in one warm buffer that holds them all, as the
+    loaded chunks do.
+    """
+    from ucm_ray.store import UcmConnectorFactory
+
+    metas, kv = _metas(chunks, chunk_tokens, "f0" * 12), _kv(chunk_tokens)
+    store = UcmConnectorFactory.create_connector(
+        {"store_pipeline": "Posix", "storage_backends": str(root), "io_threads": threads,
+         "cache_capacity_bytes": 2 * chunks * (kv.nbytes + 2**17)}, rank=0)
+    store.save_queue_bytes = 2 * chunks * kv.nbytes
+    start = time.perf_counter()
+    for meta in metas:
+        store.save_async(meta, kv)
+    store.flush()
+    save_s = time.perf_counter() - start
+
+    keys = [meta.key for meta in metas]
+    paths = [store.posix.folder_of(key).path(NAMESPACE, key, 0) for key in keys]
+    loads, reads = [], []
+    with ThreadPoolExecutor(threads) as pool, _places(paths) as places:
+        for _ in range(rounds + 2):
+            start = time.perf_counter()
+            loaded = store.load_many(NAMESPACE, keys)
+            loads.append(time.perf_counter() - start)
+            assert None not in loaded
+            del loaded
+            start = time.perf_counter()
+            _read_all(pool, threads, places)
+            reads.append(time.perf_counter() - start)
+    store.close()
+    loads, reads = loads[2:], reads[2:]
+    load_bytes, read_bytes = chunks * kv.nbytes, sum(map(len, (view for _, view in places)))
+    return {
+        "load_gb_s": load_bytes / median(loads) / 1e9,
+        "raw_read_gb_s": read_bytes / median(reads) / 1e9,
+        # of neighbours in time, so that a machine that gets slower or faster meanwhile does not matter
+        "load_ratio": median([read / load for load, read in zip(loads, reads, strict=True)]),
+        "save_gb_s": load_bytes / save_s / 1e9,
+        "chunk_bytes": kv.nbytes,
+        "threads": threads,
+    }
+
+
+@contextmanager
+def _places(paths: list[str]) -> Iterator[list[tuple[str, memoryview]]]:
+    """Each file with its place in one warm buffer."""
+    import torch
+
+    sizes = [os.path.getsize(path) for path in paths]
+    buffer = torch.ones(sum(sizes), dtype=torch.uint8)
+    view, position, places = memoryview(buffer.numpy()), 0, []
+    for path, size in zip(paths, sizes, strict=True):
+        places.append((path, view[position:position + size]))
+        position += size
+    yield places
+
+
+def _read_all(pool: ThreadPoolExecutor, threads: int, places: list[tuple[str, memoryview]]) -> None:
+    todo = deque(places)
+
+    def work() -> None:
+        while True:
+            try:
+                path, view = todo.popleft()
+            except IndexError:
+                return
+            with open(path, "rb", buffering=0) as file:
+                assert file.readinto(view) == len(view)
+
+    helpers = [pool.submit(work) for _ in range(threads - 1)]
+    work()
+    for helper in helpers:
+        helper.result()
+
+
+class _Saver:
+    """A thread that hands chunks to the store as fast as the engine could have computed them."""
+
+    def __init__(self, store, chunk_tokens: int, tokens_per_s: float) -> None:
+        self.saved = 0
+        self._store, self._interval_s = store, chunk_tokens / tokens_per_s
+        self._kv, self._chunk_tokens = _kv(chunk_tokens), chunk_tokens
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._round = 0
+
+    def __enter__(self) -> _Saver:
+        self._round += 1
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        metas = iter(_metas(100_000, self._chunk_tokens, f"{self._round:024x}"))
+        due_s = time.perf_counter()
+        while not self._stop.wait(max(0.0, due_s - time.perf_counter())):
+            self._store.save_async(next(metas), self._kv.clone()).add_done_callback(self._count)
+            due_s += self._interval_s
+
+    def _count(self, future) -> None:
+        self.saved += bool(future.result())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._store.flush()
+
+
+def _measure_decoding(root: Path, chunk_tokens: int, rounds: int, decode_tokens: int) -> dict[str, float]:
+    """TPOT of a real engine with and without saving, in turn, in one process: the saving threads share its Python.
+
+    Chunks are saved at the rate at which this engine prefills: no engine can have more to save.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+
+    from ucm_ray.models import default_model
+    from ucm_ray.store import UcmConnectorFactory
+
+    llm = LLM(model=str(default_model()), max_model_len=2048, enforce_eager=True, enable_prefix_caching=False,
+              max_num_seqs=DECODING_REQUESTS, disable_log_stats=True)
+    store = UcmConnectorFactory.create_connector({"storage_backends": str(root)}, rank=0)
+    _decode(llm, 8)
+    tokens_per_s = _prefill_rate(llm)
+    saver = _Saver(store, chunk_tokens, tokens_per_s)
+    quiet, saving = [], []
+    for _ in range(rounds):
+        quiet.append(_decode(llm, decode_tokens))
+        with saver:
+            saving.append(_decode(llm, decode_tokens))
+    store.close()
+    del llm
+    return {
+        "tpot_ratio_while_saving": median([b / a for a, b in zip(quiet, saving, strict=True)]),
+        "tpot_ms": median(quiet) * 1e3,
+        "tpot_ms_while_saving": median(saving) * 1e3,
+        "saved_tokens_per_s": tokens_per_s,
+        "saved_chunks": saver.saved,
+    }
+
+
+def _prompt(num_tokens: int) -> dict:
+    return {"prompt_token_ids": [5 + index * 37 % 4000 for index in range(num_tokens)]}
+
+
+def _prefill_rate(llm) -> float:
+    """Tokens per second of one long prompt."""
+    from vllm import SamplingParams
+
+    start = time.perf_counter()
+    llm.generate([_prompt(1500)], SamplingParams(max_tokens=1), use_tqdm=False)
+    return 1500 / (time.perf_counter() - start)
+
+
+def _decode(llm, decode_tokens: int) -> float:
+    """Seconds per token of requests that decode together, from the first token of the last one on."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0.0, max_tokens=decode_tokens, min_tokens=decode_tokens, ignore_eos=True)
+    for index in range(DECODING_REQUESTS):
+        engine.add_request(f"decode-{index}", _prompt(48 + index), params)
+    steps = []
+    while engine.has_unfinished_requests():
+        start = time.perf_counter()
+        outputs = engine.step()
+        if len(outputs) == DECODING_REQUESTS and min(len(output.outputs[0].token_ids) for output in outputs) > 1:
+            steps.append(time.perf_counter() - start)
+    return sum(steps) / len(steps)
