@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ DEFAULT_BUDGETS = "0.02,0.05,0.10,0.15,0.30"
 BudgetsOption = Annotated[str, typer.Option(help="Shares of the reused tokens, comma-separated.")]
 HKVD_LAYERS = (1, 3)
 ANSWER_TOKENS = 24
+QUALITY_DTYPE = "float32"
 PAIRED_AGAINST = ("hkvd", "boundary")
 COLUMNS = ("policy", "budget", "ttft_s", "speedup", "load_ms", "recompute_ms", "rest_ms", "recomputed_tokens",
            "reused_tokens", "kl_mean", "kl_max", "agreement")
@@ -107,38 +109,44 @@ def measure(config: Path | None, prompts: int, repeat: int, budgets: Sequence[fl
     """Everything `bench blend` writes: `rows`, `hkvd_layers`, `wins`, and the settings it was measured with."""
     from ucm_ray.bench.data import evaluation_prompts, held_out_prompts, load_documents
     from ucm_ray.config import load_settings
-    from ucm_ray.integration.vllm.measuring import MeasuringEngine
+    from ucm_ray.integration.vllm.measuring import served_dtype
 
     settings = load_settings(config)
+    served = served_dtype(settings)
     texts = [document.stored_text for document in load_documents()]
     rows = rows_of(budgets)
     speeds: dict[Row, Speed] = {}
     qualities: dict[Row, Quality] = {}
     lengths: list[int] = []
-    dtypes = {}
-    if speed:
-        with MeasuringEngine(settings) as engine:
-            dtypes["ttft"] = engine.dtype_name
-            progress(f"storing {len(texts)} documents behind the sink passage ({engine.dtype_name})")
-            engine.ingest(texts)
-            cases = evaluation_prompts(engine.tokenizer, repeat + 1)
-            lengths = [len(case.token_ids) for case in cases]
-            speeds = measure_speed(engine, cases, [FULL, *rows], progress)
-    if quality:
-        with MeasuringEngine(settings, dtype="float32", max_num_seqs=8) as engine:
-            dtypes["quality"] = engine.dtype_name
-            progress(f"storing {len(texts)} documents behind the sink passage ({engine.dtype_name})")
-            engine.ingest(texts)
-            build = held_out_prompts if held_out else evaluation_prompts
-            cases = build(engine.tokenizer, prompts)
-            lengths = [len(case.token_ids) for case in cases]
-            qualities = measure_quality(engine, cases, rows, progress)
-    report = summarize(rows, speeds, qualities)
-    return {
-        **report,
-        "model": settings.model, "dtype": dtypes, "prompt_tokens": lengths, "answer_tokens": ANSWER_TOKENS,
-        "quality_prompts": "held-out" if held_out else "evaluation",
+    # quality is measured in float32; where the service runs in it too, one engine does for both
+    dtypes = list(dict.fromkeys([served] * speed + [QUALITY_DTYPE] * quality))
+    for dtype in dtypes:
+        with _engine(settings, dtype, texts, progress) as engine:
+            if speed and dtype == served:
+                cases = evaluation_prompts(engine.tokenizer, repeat + 1)
+                speeds = measure_speed(engine, cases, [FULL, *rows], progress)
+                lengths += [len(case.token_ids) for case in cases]
+            if quality and dtype == QUALITY_DTYPE:
+                build = held_out_prompts if held_out else evaluation_prompts
+                cases = build(engine.tokenizer, prompts)
+                qualities = measure_quality(engine, cases, rows, progress)
+                lengths += [len(case.token_ids) for case in cases]
+    return summarize(rows, speeds, qualities) | {
+        "model": settings.model, "dtype_ttft": served if speed else None, "dtype_quality": QUALITY_DTYPE,
+        "prompt_tokens_mean": _mean(lengths), "answer_tokens": ANSWER_TOKENS, "ttft_prompts": repeat * speed,
+        "quality_prompts": prompts * quality, "held_out": held_out,
     }
+
+
+@contextmanager
+def _engine(settings: Any, dtype: str, texts: Sequence[str], progress: Callable[[str], None]):
+    """An engine that holds every document's canonical KV."""
+    from ucm_ray.integration.vllm.measuring import MeasuringEngine
+
+    with MeasuringEngine(settings, dtype=dtype) as engine:
+        progress(f"storing {len(texts)} documents behind the sink passage ({dtype})")
+        engine.ingest(texts)
+        yield engine
 
 
 def measure_speed(engine: MeasuringEngine, prompts: Sequence[Prompt], rows: Sequence[Row],
@@ -172,7 +180,7 @@ def _check_receipt(row: Row, receipt: dict[str, Any]) -> None:
 
 
 def measure_quality(engine: MeasuringEngine, prompts: Sequence[Prompt], rows: Sequence[Row],
-                    progress: Callable[[str], None], at_once: int = 4) -> dict[Row, Quality]:
+                    progress: Callable[[str], None], at_once: int = 7) -> dict[Row, Quality]:
     """Teacher-forced KL and agreement of each row and of rounding noise, against full prefill of the same prompt."""
     found = {row: Quality() for row in [FULL, NOISE, *rows]}
     for number, prompt in enumerate(prompts, 1):

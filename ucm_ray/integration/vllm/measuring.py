@@ -15,7 +15,7 @@ import numpy as np
 
 from ucm_ray.config import Settings
 from ucm_ray.integration.vllm.teacher_forcing import CLASS_NAME, forcing
-from ucm_ray.models import resolve_model
+from ucm_ray.models import cpu_dtype, resolve_model
 
 FULL_PREFILL: dict[str, Any] = {"blend": False, "save": False}
 
@@ -47,7 +47,8 @@ class MeasuringEngine:
 
     def __init__(self, settings: Settings, dtype: str = "auto", max_model_len: int = 4096, max_num_seqs: int = 16,
                  **engine_args: Any) -> None:
-        self._settings, self._dtype = settings, dtype
+        self._settings = settings
+        self._dtype = served_dtype(settings) if dtype == "auto" else dtype
         self._arguments = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs} | engine_args
         self.llm: Any = None
         self.folder: Path | None = None
@@ -62,11 +63,6 @@ class MeasuringEngine:
         self.tokenizer = self.llm.get_tokenizer()
         self.end_ids = _end_of_text_ids(self.llm, self.tokenizer)
         return self
-
-    @property
-    def dtype_name(self) -> str:
-        """`bfloat16`, `float32`, ...: what weights and KV are kept in."""
-        return str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
 
     def _start(self) -> Any:
         engine = self._settings.engine
@@ -84,7 +80,7 @@ class MeasuringEngine:
         blend = self._settings.blend.model_copy(update={"enabled": True, "cost_model": False})
         settings = self._settings.model_copy(update={"store": store, "blend": blend})
         arguments = {
-            "dtype": self._dtype if self._dtype != "auto" else engine.dtype,
+            "dtype": self._dtype,
             "block_size": engine.block_size,
             "max_num_batched_tokens": engine.max_num_batched_tokens,
             "enforce_eager": engine.enforce_eager,
@@ -158,6 +154,15 @@ class MeasuringEngine:
     def _generate(self, prompts: list[Sequence[int]], parameters: list[Any]) -> list[Any]:
         requests = [{"prompt_token_ids": list(token_ids)} for token_ids in prompts]
         return self.llm.generate(requests, parameters, use_tqdm=False)
+
+
+def served_dtype(settings: Settings) -> str:
+    """The dtype that a service with these settings runs in on this machine."""
+    import torch
+
+    if settings.engine.dtype != "auto" or settings.engine.device == "cuda" or torch.cuda.is_available():
+        return settings.engine.dtype
+    return cpu_dtype()
 
 
 def _receipt(output: Any) -> dict[str, Any]:
