@@ -210,9 +210,9 @@ def test_repetitive_text_does_not_explode(period):
     index = index_of(prompt, np.concatenate((words(16, 30), prompt[:5000], words(17, 30))))
     analyzer = ChunkAnalyzer()
     analyzer.analyze(prompt, index)
-    started = time.perf_counter()
+    started = time.thread_time()
     chunks = analyzer.analyze(prompt, index)
-    assert time.perf_counter() - started < 0.5
+    assert time.thread_time() - started < 0.2
     assert len(reused(chunks)) > 0.95 * len(prompt)
 
 
@@ -223,9 +223,9 @@ def test_analysis_time_is_linear_in_the_prompt():
     def best_of(tokens):
         times = []
         for _ in range(7):
-            started = time.perf_counter()
+            started = time.thread_time()
             analyzer.analyze(tokens, index)
-            times.append(time.perf_counter() - started)
+            times.append(time.thread_time() - started)
         return min(times)
 
     assert best_of(prompt) < 8 * best_of(prompt[: len(prompt) // 4])

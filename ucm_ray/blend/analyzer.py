@@ -16,7 +16,7 @@ How it works, and why so:
 
 All steps over tokens are numpy; Python loops over matched chunks only. Numba would save perhaps half of the time, at the
 price of seconds of compilation in the scheduler's process. Text that repeats itself with a period of at most an anchor
-matches itself at every offset: there only every n-th offset is looked at, which the growing in step 2 and 3 makes good.
+matches itself at every offset: there one offset in `chunk_size` is looked at, which comparing whole chunks makes good.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Placements(NamedTuple):
 
     For each placement: row, start (prompt position of the chunk's token 0, may be negative), low and high (part of the
     chunk inside the prompt), first (index of its first token among all compared tokens). For each compared token
-    (chunk after chunk): agree, and taken (agree, or in a chunk that is taken whole).
+    (chunk after chunk): its position in the prompt, agree, and taken (agree, or in a chunk that is taken whole).
     """
 
     rows: np.ndarray
@@ -49,6 +49,7 @@ class _Placements(NamedTuple):
     low: np.ndarray
     high: np.ndarray
     first: np.ndarray
+    position: np.ndarray
     agree: np.ndarray
     taken: np.ndarray
 
@@ -72,7 +73,7 @@ class ChunkAnalyzer:
                  same_anchor_limit: int = 16):
         """`anchor_tokens`: shortest text that is found; anchors of the index must have the same length.
 
-        `chunk_size` only bounds anchors (a chunk without a whole anchor is found through its neighbours only).
+        `chunk_size`: usual size of stored chunks. A chunk without a whole anchor is found through its neighbours only.
         `same_anchor_limit`: stored chunks tried for one anchor's text. Boilerplate may be stored in thousands of chunks;
         the right one among them is found by its other anchors, or as the neighbour of a chunk that is.
         """
@@ -101,25 +102,25 @@ class ChunkAnalyzer:
         if index.anchor_tokens != self.anchor_tokens:
             raise ValueError(f"anchor_tokens: the index has {index.anchor_tokens}, the analyzer {self.anchor_tokens}")
         state = index.snapshot()
-        rows, starts = self._find(tokens, state)
+        rows, starts, hot = self._find(tokens, state)
         if rows.size == 0:
             return _with_gaps([], len(tokens))
-        placements = self._grow(tokens, state, rows, starts)
+        placements = self._grow(tokens, state, rows, starts, hot)
         candidates = self._stretches(state, placements)
         if candidates.start.size == 0:
             return _with_gaps([], len(tokens))
         picks = _longest_first(candidates, self.anchor_tokens)
         return _with_gaps(self._chunks(state, placements, candidates, picks), len(tokens))
 
-    def _find(self, tokens: np.ndarray, state) -> tuple[np.ndarray, np.ndarray]:
-        """Placements that an anchor hints at, each once: (row, start) int64."""
+    def _find(self, tokens: np.ndarray, state) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Placements that an anchor hints at, each once: (row, start) int64; and whether the text is repetitive."""
         tags = tags_of(window_hashes(tokens, self.anchor_tokens))
         positions, cells = state.anchors.find(tags)
         if positions.size == 0:
-            return positions, positions
+            return positions, positions, False
         hot = positions.size > 4096 and positions.size * 4 > tags.size
         if hot:
-            kept = ~_repetitive(tags, self.anchor_tokens)[positions] | (positions % self.anchor_tokens == 0)
+            kept = ~_repetitive(tags, self.anchor_tokens)[positions] | (positions % self.chunk_size == 0)
             positions, cells = positions[kept], cells[kept]
         limit = max(1, self.same_anchor_limit // 4) if hot else self.same_anchor_limit
         positions, cells = state.anchors.with_same(positions, cells, limit)
@@ -127,21 +128,27 @@ class ChunkAnalyzer:
         alive = state.alive.take(rows)
         rows, positions, cells = rows[alive], positions[alive], cells[alive]
         starts = positions - (cells - state.row_cell.take(rows)).astype(np.int64) * self.anchor_tokens
-        return _unique_pairs(rows, starts)
+        return *_unpacked(np.unique(_packed(rows, starts))), hot
 
-    def _grow(self, tokens: np.ndarray, state, rows: np.ndarray, starts: np.ndarray) -> _Placements:
-        """Adds neighbours of placements whose outermost token is taken, until there are none."""
-        placements = self._compare(tokens, state, rows, starts)
+    def _grow(self, tokens: np.ndarray, state, rows: np.ndarray, starts: np.ndarray, hot: bool) -> _Placements:
+        """Adds neighbours of placements whose outermost token is taken, until there are none.
+
+        In repetitive text only where no other placement goes on: there every placement has neighbours.
+        """
+        placements = frontier = self._compare(tokens, state, rows, starts)
+        known = _packed(rows, starts)
+        covered = np.zeros(len(tokens), bool)
         while True:
-            new_rows, new_starts = self._neighbours(state, placements, len(tokens))
-            if new_rows.size == 0:
-                return placements
-            rows = np.concatenate((placements.rows, new_rows))
-            starts = np.concatenate((placements.starts, new_starts))
-            rows, starts = _unique_pairs(rows, starts)
-            if rows.size == placements.rows.size:
-                return placements
-            placements = self._compare(tokens, state, rows, starts)
+            if hot:
+                covered[frontier.position[frontier.taken]] = True
+            fresh = np.setdiff1d(_packed(*self._neighbours(state, frontier, covered)), known)
+            if fresh.size == 0:
+                break
+            known = np.concatenate((known, fresh))
+            frontier = self._compare(tokens, state, *_unpacked(fresh))
+        if known.size == rows.size:
+            return placements
+        return self._compare(tokens, state, *_unpacked(known))
 
     def _compare(self, tokens: np.ndarray, state, rows: np.ndarray, starts: np.ndarray) -> _Placements:
         position = state.row_position.take(rows)
@@ -159,16 +166,19 @@ class ChunkAnalyzer:
         agreeing = np.add.reduceat(agree, first, dtype=np.int64)
         whole = agreeing >= self.min_match_ratio * count - 1e-9
         taken = agree | np.repeat(whole, count)
-        return _Placements(rows, starts, low, high, first, agree, taken)
+        return _Placements(rows, starts, low, high, first, in_prompt, agree, taken)
 
-    def _neighbours(self, state, placed: _Placements, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Placements next to the given ones that are not among them yet."""
+    def _neighbours(self, state, placed: _Placements, covered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Placements next to the given ones, where the next token of the prompt is not `covered` (bool [tokens])."""
         length = state.row_length.take(placed.rows)
         last = placed.first + (placed.high - placed.low) - 1
         follows = self._follows(state, placed)
-        right = (placed.high == length) & (placed.starts + length < num_tokens) & placed.taken[last]
+        after = placed.starts + length
+        right = (placed.high == length) & (after < covered.size) & placed.taken[last]
         right[:-1] &= ~follows[1:]
+        right &= ~covered.take(np.minimum(after, covered.size - 1))
         left = (placed.low == 0) & (placed.starts > 0) & placed.taken[placed.first] & ~follows
+        left &= ~covered.take(np.maximum(placed.starts - 1, 0))
         new_rows, new_starts = [], []
         right, left = np.flatnonzero(right), np.flatnonzero(left)
         if right.size:
@@ -212,7 +222,7 @@ class ChunkAnalyzer:
         sound = np.searchsorted(anchors, end - self.anchor_tokens, "right") > np.searchsorted(anchors, begin)
         begin, end = begin[sound], end[sound]
         row = np.searchsorted(placed.first, begin, "right") - 1
-        start = placed.starts[row] + placed.low[row] + begin - placed.first[row]
+        start = placed.position[begin]
         moved = placed.starts[row] != state.row_position.take(placed.rows[row])
         agreeing_before = np.concatenate(([0], np.cumsum(placed.agree)))
         differing = end - begin - (agreeing_before[end] - agreeing_before[begin])
@@ -278,9 +288,12 @@ def _repetitive(tags: np.ndarray, window: int) -> np.ndarray:
     return repeated
 
 
-def _unique_pairs(rows: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct (row, start) pairs. Starts fit in 32 bits, rows in 31."""
-    packed = np.unique((rows.astype(np.int64) << 32) + (starts + (1 << 31)))
+def _packed(rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """(row, start) pairs as int64. Starts fit in 32 bits, rows in 31."""
+    return (rows.astype(np.int64) << 32) + (starts + (1 << 31))
+
+
+def _unpacked(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return packed >> 32, (packed & 0xFFFFFFFF) - (1 << 31)
 
 
