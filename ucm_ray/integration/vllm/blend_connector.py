@@ -117,6 +117,10 @@ class BlendConnector(KVConnectorBase_V1):
         return self._scheduler.finish(request, block_ids)
 
     @harmless(False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_held_requests
+
+    @harmless(False)
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset()
 

@@ -129,6 +129,7 @@ class SchedulerSide:
         self._meta = BlendConnectorMeta()
         self._reading: dict[str, _Reading] = {}
         self._ingests: dict[str, float] = {}  # request -> when its blocks were first held
+        self._held: set[str] = set()  # finished requests whose blocks the workers still read
         self._pool: BlockPool | None = None
         self._sink: list[int] | None = None
         self.counters: dict[str, float] = {}
@@ -269,6 +270,7 @@ class SchedulerSide:
         """Take in what the workers did in the last step."""
         for request_id in output.finished_sending or ():
             self._ingests.pop(request_id, None)
+            self._held.discard(request_id)
         report = output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
@@ -339,6 +341,8 @@ class SchedulerSide:
         waits_for_load = state.loading and request.status not in FINISHED_NORMALLY
         if not waits_for_load and request.status in FINISHED_NORMALLY and not self._disabled:
             held = self._hold_for_saving(request, state, np.asarray(block_ids, np.int64))
+            if held:
+                self._held.add(request.request_id)
         if not state.receipt.reused_tokens:
             self._count("requests_not_blended", 1)
         receipt = asdict(state.receipt)
@@ -424,6 +428,11 @@ class SchedulerSide:
         self._meta.ingests.append(IngestJob(request.request_id, tokens, own, chunks))
         self._count("ingested_tokens", sum(map(len, texts)))
         return True
+
+    @property
+    def has_held_requests(self) -> bool:
+        """Whether saves or ingests wait for an engine step; without requests there would be none."""
+        return bool(self._held)
 
     # ---- maintenance
 
