@@ -463,6 +463,8 @@ class DirectorySubscriber(threading.Thread):
                 actor = actor or self._connect()
                 answer = ray.get(actor.changes.remote(self.epoch, self.version, self._wait_s),
                                  timeout=self._wait_s + 10)
+            except SystemExit:  # how Ray ends a wait when this process leaves the cluster
+                return
             except Exception as error:  # whatever is wrong with the directory, requests go on without it
                 if self.synchronised.is_set() or not self.last_contact_s:
                     logger.info("chunk directory does not answer (%s), asking again", type(error).__name__)

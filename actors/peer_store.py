@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.chunk_directory import RAY_NAMESPACE, DirectoryRecord, connect_directory, directory_name
+from actors.chunk_directory import (
+    RAY_NAMESPACE,
+    DirectoryRecord,
+    DirectorySubscriber,
+    connect_directory,
+    directory_name,
+)
 from actors.store_follower import StoreFollower
 from ucm_ray.store.base import ChunkMeta, StoredChunk
 from ucm_ray.store.factory import StageContext, register_stage, roots_and_capacity
@@ -129,6 +135,37 @@ class PeerStage(PosixStage):
         self._directory_name = directory_name(dict(store_config))
         self._directory: Any = None
         self._missing: dict[tuple[str, str], float] = {}
+        self._subscriber: DirectorySubscriber | None = None
+        self._heard: dict[str, tuple[dict[str, DirectoryRecord], set[str]]] = {}
+        self._heard_lock = threading.Lock()
+
+    def elsewhere(self, namespace: str) -> tuple[list[DirectoryRecord], set[str]]:
+        """What the cluster has stored in a namespace, and what is gone, since this was asked last. Never waits."""
+        if self._subscriber is None:
+            self._subscriber = DirectorySubscriber(
+                self._hear_of, self._hear_no_more_of, connect=lambda: connect_directory(self._directory_name))
+            self._subscriber.start()
+        with self._heard_lock:
+            records, gone = self._heard.pop(namespace, ({}, set()))
+        return list(records.values()), gone
+
+    def close(self) -> None:
+        if self._subscriber is not None:
+            self._subscriber.close()
+        super().close()
+
+    def _hear_of(self, namespace: str, new: list[DirectoryRecord]) -> None:
+        with self._heard_lock:
+            records, gone = self._heard.setdefault(namespace, ({}, set()))
+            records.update({record.key: record for record in new})
+            gone.difference_update(records)
+
+    def _hear_no_more_of(self, namespace: str, keys: list[str]) -> None:
+        with self._heard_lock:
+            records, gone = self._heard.setdefault(namespace, ({}, set()))
+            for key in keys:
+                records.pop(key, None)
+            gone.update(keys)
 
     def load(self, namespace: str, key: str) -> StoredChunk | None:
         chunk = super().load(namespace, key)

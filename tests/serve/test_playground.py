@@ -12,7 +12,10 @@ from ucm_ray.bench.data import load_documents
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCREENSHOT = Path(__file__).parents[2] / "docs" / "playground.png"
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser here: install chromium (apt install chromium)")
+pytestmark = [
+    pytest.mark.service, pytest.mark.timeout(900),
+    pytest.mark.skipif(BROWSER is None, reason="no browser here: install chromium (apt install chromium)"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from tests.serve.conftest import KEYS, eventually, messages_of
 from ucm_ray.client import AsyncClient, Client, ClientError
 from ucm_ray.serve.metrics import ServiceMetrics
 
+pytestmark = [pytest.mark.service, pytest.mark.timeout(900)]
 MODEL = "test-model"
 
 

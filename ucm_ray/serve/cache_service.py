@@ -239,7 +239,20 @@ class CacheService:
             self.metrics.directory_up.set(1)
             self.metrics.stored_chunks.set(stats["chunks"])
             self.metrics.stored_bytes.set(stats["bytes"])
+        await self._read_stores()
         return self.metrics.render()
+
+    async def _read_stores(self) -> None:
+        """Ask all replicas for their stores' numbers; who does not answer in time keeps its old ones."""
+        try:
+            answers = await self._engines.broadcast("store_stats").results_async(
+                timeout_s=_DIRECTORY_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:  # no replica yet, or one that just died: metrics are no reason to fail
+            logger.info("replicas do not tell their stores' numbers: %s", type(error).__name__)
+            return
+        for answer in answers:
+            if isinstance(answer, dict):
+                self.metrics.observe_store(answer["replica"], answer["numbers"])
 
     # the directory
 

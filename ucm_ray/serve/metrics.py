@@ -41,6 +41,12 @@ class ServiceMetrics:
             "vllm:ucm_stored_bytes", "Bytes of KV the directory knows.", registry=self.registry)
         self.directory_up = Gauge(
             "vllm:ucm_directory_up", "1 while the chunk directory answers.", registry=self.registry)
+        self.store_reads = Gauge(
+            "vllm:ucm_store_reads", "Chunks asked of a stage of a replica's store since it started: found, or not.",
+            ["replica", "stage", "result"], registry=self.registry)
+        self.store_bytes = Gauge(
+            "vllm:ucm_store_bytes", "Bytes of KV in a stage of a replica's store.", ["replica", "stage"],
+            registry=self.registry)
         self.stream_failures = Counter(
             "vllm:ucm_stream_failures", "Streams that ended with an error after their first token.",
             registry=self.registry)
@@ -65,6 +71,15 @@ class ServiceMetrics:
         self.esa_blocks.labels("read").inc(esa.get("blocks_read", 0))
         self.esa_blocks.labels("total").inc(esa.get("blocks_total", 0))
         self.esa_fallbacks.inc(esa.get("fallbacks", 0))
+
+    def observe_store(self, replica: str, numbers: dict[str, float]) -> None:
+        """Take over what a replica's store counts, as `{"Cache.hits": ...}`."""
+        for name, value in numbers.items():
+            stage, _, what = name.partition(".")
+            if what in ("hits", "misses"):
+                self.store_reads.labels(replica, stage, what).set(value)
+            elif what == "bytes":
+                self.store_bytes.labels(replica, stage).set(value)
 
     def render(self) -> tuple[bytes, str]:
         """The exposition and its content type."""

@@ -127,6 +127,11 @@ class ChunkCatalogue:
                 self._add_new(namespace, index, names - before)
                 self._update(index, remove=before - names)
                 self._on_disk[key], self._shelves[key] = names, modified
+        elsewhere = getattr(self._posix, "elsewhere", None)
+        if elsewhere is not None:  # folders of other nodes, of which the chunk directory tells
+            records, gone = elsewhere(namespace)
+            index.remove([name for name in gone if name in index])
+            index.add([ChunkRecord(*record[:5]) for record in records if record.key not in index])
 
     def _add_new(self, namespace: str, index: ChunkIndex, names: set[str]) -> None:
         batch: list[ChunkRecord] = []
