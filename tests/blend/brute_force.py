@@ -15,8 +15,8 @@ def records_of(token_ids, source_id: str, chunk_size: int = 64, position: int = 
     token_ids = np.asarray(token_ids, np.int32)
     return [
         ChunkRecord(
-            chunk_key(NAMESPACE, token_ids[start : start + chunk_size]), token_ids[start : start + chunk_size], source_id,
-            position + start, context_key(NAMESPACE, token_ids[:start]) if position == 0 else "",
+            chunk_key(NAMESPACE, token_ids[start : start + chunk_size]), token_ids[start : start + chunk_size],
+            source_id, position + start, context_key(NAMESPACE, token_ids[:start]) if position == 0 else "",
         )
         for start in range(0, len(token_ids), chunk_size)
     ]

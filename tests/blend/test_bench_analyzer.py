@@ -10,7 +10,8 @@ def test_bench_analyzer_writes_its_numbers(tmp_path):
     app = typer.Typer()
     app.command()(main)
     target = tmp_path / "analyzer.json"
-    result = CliRunner().invoke(app, ["--prompt-tokens", "4096", "--chunks", "20000", "--repeat", "3", "--json", str(target)])
+    options = ["--prompt-tokens", "4096", "--chunks", "20000", "--repeat", "3", "--json", str(target)]
+    result = CliRunner().invoke(app, options)
     assert result.exit_code == 0, result.output
     numbers = json.loads(target.read_text())
     assert (numbers["prompt_tokens"], numbers["chunks"]) == (4096, 20000)

@@ -27,7 +27,8 @@ def shuffled_prompt(question: int = 30):
     documents = [words(seed, 200) for seed in range(3)]
     records = [record for number, document in enumerate(documents)
                for record in records_of(document, f"{number:032x}", position=500)]
-    return np.concatenate((words(9, 10), documents[2], documents[0], words(8, 4), documents[1], words(7, question))), records
+    pieces = words(9, 10), documents[2], documents[0], words(8, 4), documents[1], words(7, question)
+    return np.concatenate(pieces), records
 
 
 def check_plan(plan: Plan, prompt, num_computed: int):
@@ -36,7 +37,7 @@ def check_plan(plan: Plan, prompt, num_computed: int):
                   [(chunk.start_idx, chunk.end_idx) for chunk in plan.chunks]):
         assert all(start < end for start, end in spans)
         assert all(plan.start <= start and end <= plan.end for start, end in spans)
-        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:]))
+        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
     reused, computed = set(plan.reused_positions().tolist()), {p for r in plan.must_compute for p in range(*r)}
     assert not reused & computed
     assert reused | computed == set(range(plan.start, plan.end))
@@ -49,7 +50,9 @@ def check_plan(plan: Plan, prompt, num_computed: int):
 
 @settings(max_examples=200, deadline=None)
 @given(stores_and_prompts(), st.sampled_from(POLICIES), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32 - 1))
-def test_plans_are_sorted_disjoint_inside_the_span_and_keep_the_budget(store_and_prompt, policy, budget, computed, seed):
+def test_plans_are_sorted_disjoint_inside_the_span_and_keep_the_budget(
+    store_and_prompt, policy, budget, computed, seed
+):
     prompt, records = store_and_prompt
     num_computed = int(computed * max(0, len(prompt) - 1))
     chunks = ChunkAnalyzer(8, 0.6, 3).analyze(prompt, records)

@@ -23,8 +23,8 @@ FAMILIES = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 1e6},
     "yarn betas": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0,
                    "beta_fast": 16, "beta_slow": 2, "truncate": False, "attn_factor": 1.3},
-    "partial yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10000.0,
-                     "partial_rotary_factor": 0.25},
+    "partial yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024,
+                     "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 1024, "rope_theta": 10000.0, **FACTORS},
 }
 HEAD_DIM, KV_HEADS, TOKENS = 64, 2, 37

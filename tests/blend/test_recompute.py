@@ -66,7 +66,8 @@ def test_scattered_rows_do_not_see_keys_of_their_future():
 
 def test_rows_may_begin_behind_position_0():
     query, key, value = tensors()
-    repaired = recompute_attention(query[30:], key, value, torch.ones(20, dtype=torch.bool), torch.zeros(20, HEADS, DIM), 30)
+    mask, stale = torch.ones(20, dtype=torch.bool), torch.zeros(20, HEADS, DIM)
+    repaired = recompute_attention(query[30:], key, value, mask, stale, 30)
     torch.testing.assert_close(repaired, dense(query, key, value)[30:], atol=1e-5, rtol=1e-5)
 
 
@@ -115,7 +116,8 @@ def test_the_seeds_calls_run_as_written():
     blend = Blend(UcmSparseRole.BOTH, extra_config)
     corrector = PositionCorrector(extra_config)
     cached = words(1, 64)
-    chunks = analyzer.analyze(np.concatenate((words(2, 9), cached)).tolist(), [ChunkRecord("a" * 32, cached, "b" * 32, 3)])
+    token_ids = np.concatenate((words(2, 9), cached)).tolist()
+    chunks = analyzer.analyze(token_ids, [ChunkRecord("a" * 32, cached, "b" * 32, 3)])
     (chunk,) = [chunk for chunk in chunks if chunk.chunk_type in [ChunkType.FULL_MATCH, ChunkType.PARTIAL_MATCH]]
     assert (chunk.start_idx, chunk.end_idx, chunk.source_block_id, chunk.source_position) == (9, 73, "a" * 32, 3)
     kv_data = torch.randn(2, 64, 4, 128)

@@ -2,21 +2,23 @@
 
 How it works, and why so:
 1. A rolling hash of every window of `anchor_tokens` tokens of the prompt is looked up among the anchors of the index,
-   which are the non-overlapping windows of stored chunks. So the index holds one anchor for 16 tokens instead of 16, and
-   text is still found at any offset, since the prompt's side looks at every offset. A bitmap answers nearly all
-   look-ups that find nothing.
-2. A hit says where a whole stored chunk would lie in the prompt. Every such placement is compared token by token, all of
-   them in one vectorised comparison: hashes never decide, and collisions only cost time.
+   which are the non-overlapping windows of stored chunks. So the index holds one anchor for 16 tokens, not 16, and text
+   is still found at any offset, since the prompt's side looks at every offset. A bitmap answers nearly all look-ups
+   that find nothing.
+2. A hit says where a whole stored chunk would lie in the prompt. Every such placement is compared token by token, all
+   of them in one vectorised comparison: hashes never decide, and collisions only cost time.
 3. Placements grow to both sides through the neighbours of the chunk in its source, without any hash, for the pieces
    that contain no whole anchor (ends of runs, chunks shorter than an anchor, edited text).
 4. Placements of one source at one distance from their old positions form a line; maximal stretches of agreeing tokens
    on it are candidates. A chunk that agrees in at least `min_match_ratio` of its tokens is taken whole, its differing
-   tokens marked; in others only the agreeing stretches count. A one-token insertion gives two stretches one token apart.
+   tokens marked; in others only the agreeing stretches count. A one-token insertion gives two stretches one token
+   apart.
 5. The longest candidate wins, the others are cut to what is left, and so on.
 
-All steps over tokens are numpy; Python loops over matched chunks only. Numba would save perhaps half of the time, at the
-price of seconds of compilation in the scheduler's process. Text that repeats itself with a period of at most an anchor
-matches itself at every offset: there one offset in `chunk_size` is looked at, which comparing whole chunks makes good.
+All steps over tokens are numpy; Python loops over matched chunks only. Numba would save perhaps half of the time, at
+the price of seconds of compilation in the scheduler's process. Two things would make the number of placements explode,
+and are thinned: text that repeats itself with a period of at most an anchor matches itself at every offset, so one
+offset in `chunk_size` is looked at there; and boilerplate that is stored many times gets a limited number of tries.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from ucm_ray.blend.rolling_hash import tags_of, window_hashes
 
 _MANY_CANDIDATES = 1024
 """More candidates than this, none inside another, hardly come from anything but repetitive text."""
+
+_BEST_REPEATS = 4
+"""Stored chunks laid at each position of repetitive text."""
 
 
 class _Placements(NamedTuple):
@@ -74,8 +79,8 @@ class ChunkAnalyzer:
         """`anchor_tokens`: shortest text that is found; anchors of the index must have the same length.
 
         `chunk_size`: usual size of stored chunks. A chunk without a whole anchor is found through its neighbours only.
-        `same_anchor_limit`: stored chunks tried for one anchor's text. Boilerplate may be stored in thousands of chunks;
-        the right one among them is found by its other anchors, or as the neighbour of a chunk that is.
+        `same_anchor_limit`: stored chunks tried for one anchor's text. Boilerplate may be stored in thousands of
+        chunks; the right one among them is found by its other anchors, or as the neighbour of a chunk that is.
         """
         if chunk_size < 1:
             raise ValueError(f"chunk_size: found {chunk_size}, expected at least 1")
@@ -91,7 +96,8 @@ class ChunkAnalyzer:
     def analyze(self, token_ids, index: ChunkIndex | Iterable[ChunkRecord]) -> list[Chunk]:
         """Chunks that are sorted, disjoint and cover [0, len(token_ids)).
 
-        `index` may also be any iterable of stored chunks (the seed's cached blocks): a small index is then made of them.
+        `index` may also be any iterable of stored chunks (the seed's cached blocks): a small index is then made of
+        them.
         """
         tokens = np.ascontiguousarray(token_ids, np.int32)
         if tokens.ndim != 1:
@@ -118,17 +124,59 @@ class ChunkAnalyzer:
         positions, cells = state.anchors.find(tags)
         if positions.size == 0:
             return positions, positions, False
-        hot = positions.size > 4096 and positions.size * 4 > tags.size
+        budget = max(8192, tags.size // 2)
+        repeated = _repetitive(tags, positions, self.anchor_tokens)
+        hot = np.count_nonzero(repeated) > 256
+        repeats = positions[:0], cells[:0]
         if hot:
-            kept = ~_repetitive(tags, self.anchor_tokens)[positions] | (positions % self.chunk_size == 0)
-            positions, cells = positions[kept], cells[kept]
-        limit = max(1, self.same_anchor_limit // 4) if hot else self.same_anchor_limit
+            kept = repeated & (positions % self.chunk_size == 0)
+            repeats = self._best_repeats(tokens, state, positions[kept], cells[kept])
+            positions, cells = positions[~repeated], cells[~repeated]
+        if positions.size > budget:
+            # Many copies of the same text, cut at different offsets: look at one way of cutting.
+            phase = positions % self.anchor_tokens
+            kept = phase == np.bincount(phase).argmax()
+            positions, cells, hot = positions[kept], cells[kept], True
+        limit = min(self.same_anchor_limit, max(1, budget // max(1, positions.size)))
         positions, cells = state.anchors.with_same(positions, cells, limit)
+        positions, cells = np.append(positions, repeats[0]), np.append(cells, repeats[1])
         rows = state.rows_of_cells(cells)
         alive = state.alive.take(rows)
         rows, positions, cells = rows[alive], positions[alive], cells[alive]
         starts = positions - (cells - state.row_cell.take(rows)).astype(np.int64) * self.anchor_tokens
         return *_unpacked(np.unique(_packed(rows, starts))), hot
+
+    def _best_repeats(self, tokens, state, positions: np.ndarray, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For positions in repetitive text, which share few anchors: (position, cell) of each anchor's best chunks.
+
+        The chunks stored with an anchor are compared at one position only; those that agree most there are taken at all
+        positions of that anchor.
+        """
+        if positions.size == 0:
+            return positions, cells
+        order = np.argsort(cells, kind="stable")
+        distinct, begin, count = np.unique(cells[order], return_index=True, return_counts=True)
+        middle = positions[order][begin + count // 2]
+        number, tried = state.anchors.with_same(np.arange(distinct.size), distinct, max(4, 4096 // distinct.size))
+        agreeing = self._agreement(state, state.rows_of_cells(tried), middle[number], tried, tokens)
+        best = np.lexsort((-agreeing, number))
+        rank = np.arange(best.size) - np.searchsorted(number[best], number[best])
+        best = best[rank < _BEST_REPEATS]
+        chosen = np.full((distinct.size, _BEST_REPEATS), -1, cells.dtype)
+        chosen[number[best], rank[rank < _BEST_REPEATS]] = tried[best]
+        cells = chosen[np.searchsorted(distinct, cells)].ravel()
+        positions = np.repeat(positions, _BEST_REPEATS)
+        return positions[cells >= 0], cells[cells >= 0]
+
+    def _agreement(self, state, rows: np.ndarray, positions: np.ndarray, cells: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """How many tokens of each row agree with the prompt when its cell lies at a position: int64 [rows]."""
+        inside = (cells - state.row_cell.take(rows)).astype(np.int64) * self.anchor_tokens
+        within = np.arange(int(state.row_length.take(rows).max()))
+        in_prompt = (positions - inside)[:, None] + within
+        in_pool = state.row_cell.take(rows).astype(np.int64)[:, None] * self.anchor_tokens + within
+        fits = (within < state.row_length.take(rows)[:, None]) & (in_prompt >= 0) & (in_prompt < tokens.size)
+        same = tokens.take(in_prompt, mode="clip") == state.pool.take(in_pool, mode="clip")
+        return np.where(state.alive.take(rows), (same & fits).sum(1), -1)
 
     def _grow(self, tokens: np.ndarray, state, rows: np.ndarray, starts: np.ndarray, hot: bool) -> _Placements:
         """Adds neighbours of placements whose outermost token is taken, until there are none.
@@ -145,6 +193,7 @@ class ChunkAnalyzer:
             if fresh.size == 0:
                 break
             known = np.concatenate((known, fresh))
+            hot |= known.size > 4096 + len(tokens)
             frontier = self._compare(tokens, state, *_unpacked(fresh))
         if known.size == rows.size:
             return placements
@@ -241,7 +290,7 @@ class ChunkAnalyzer:
 
     def _chunks(self, state, placed: _Placements, candidates: _Candidates, picks) -> list[Chunk]:
         """Picked stretches as chunks, one for each stored chunk they touch. Sorted."""
-        start, end, which = (np.array(column, np.int64) for column in zip(*picks))
+        start, end, which = (np.array(column, np.int64) for column in zip(*picks, strict=False))
         offset = candidates.first[which] - candidates.start[which]
         begin, stop = start + offset, end + offset
         place_from = np.searchsorted(placed.first, begin, "right") - 1
@@ -256,6 +305,7 @@ class ChunkAnalyzer:
             (begin - offset).tolist(), (stop - offset).tolist(), state.keys_of(rows),
             (state.row_position[rows] + inner).tolist(), inner.tolist(), state.source_names_of(rows),
             state.contexts_of(rows), (agreeing[stop] - agreeing[begin] == stop - begin).tolist(), offset.tolist(),
+            strict=False,
         )
         chunks: list[Chunk] = []
         for left, right, key, position, inside, source, context, full, moved_by in pieces:
@@ -272,7 +322,7 @@ class ChunkAnalyzer:
             yield Chunk(start, end, ChunkType.PARTIAL_MATCH, key, position, inside, source, tuple(differing), context)
             return
         borders = [start - 1, *differing, end]
-        for left, right in zip(borders, borders[1:]):
+        for left, right in zip(borders, borders[1:], strict=False):
             left += 1
             if left < right:
                 skipped = left - start
@@ -280,11 +330,11 @@ class ChunkAnalyzer:
                             context)
 
 
-def _repetitive(tags: np.ndarray, window: int) -> np.ndarray:
-    """bool: the same window of text stood a few tokens (at most a window) earlier."""
-    repeated = np.zeros(tags.size, bool)
-    for period in range(1, min(window, tags.size - 1) + 1):
-        repeated[period:] |= tags[period:] == tags[:-period]
+def _repetitive(tags: np.ndarray, positions: np.ndarray, window: int) -> np.ndarray:
+    """bool [positions]: the same window of text stood a few tokens (at most a window) earlier."""
+    repeated, here = np.zeros(positions.size, bool), tags[positions]
+    for period in range(1, window + 1):
+        repeated |= (tags.take(positions - period, mode="clip") == here) & (positions >= period)
     return repeated
 
 
@@ -300,7 +350,8 @@ def _unpacked(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _longest_first(candidates: _Candidates, min_tokens: int) -> list[tuple[int, int, int]]:
     """Disjoint (start, end, candidate), sorted: the longest candidate, then the longest of what is left, and so on.
 
-    Ties: text at its old position first, then the earlier; of equal spans the one with fewer differences. Pieces shorter than `min_tokens` are dropped.
+    Ties: text at its old position first, then the earlier; of equal spans the one with fewer differences. Pieces
+    shorter than `min_tokens` are dropped.
     """
     order = np.lexsort((candidates.moved, candidates.differing, -candidates.end, candidates.start))
     start, end = candidates.start[order], candidates.end[order]
@@ -313,9 +364,10 @@ def _longest_first(candidates: _Candidates, min_tokens: int) -> list[tuple[int, 
         order, start, end = order[useful], start[useful], end[useful]
     start, end = start.tolist(), end.tolist()
     which, moved = order.tolist(), candidates.moved[order].tolist()
-    if all(right <= left for right, left in zip(end, start[1:])):
-        return list(zip(start, end, which))
-    heap = [(left - right, far, left, right, number) for left, right, far, number in zip(start, end, moved, which)]
+    if all(right <= left for right, left in zip(end, start[1:], strict=False)):
+        return list(zip(start, end, which, strict=False))
+    heap = [(left - right, far, left, right, number)
+            for left, right, far, number in zip(start, end, moved, which, strict=True)]
     heapify(heap)
     starts: list[int] = []
     ends: list[int] = []
@@ -329,8 +381,9 @@ def _longest_first(candidates: _Candidates, min_tokens: int) -> list[tuple[int, 
             ends.insert(low, right)
             picks.append((left, right, number))
             continue
-        borders = [left, *(border for span in zip(starts[low:high], ends[low:high]) for border in span), right]
-        for free_left, free_right in zip(borders[::2], borders[1::2]):
+        overlapped = zip(starts[low:high], ends[low:high], strict=True)
+        borders = [left, *(border for span in overlapped for border in span), right]
+        for free_left, free_right in zip(borders[::2], borders[1::2], strict=False):
             if free_right - free_left >= min_tokens:
                 heappush(heap, (free_left - free_right, far, free_left, free_right, number))
     return sorted(picks)

@@ -10,14 +10,14 @@ _NO_ITEM = -1
 class HashChains:
     """Maps 32-bit tags to item numbers 0, 1, 2, ... in the order of adding.
 
-    `heads[tag & mask]` begins a chain of items with different tags that share a bucket (`next_tag`); items with the same
-    tag hang behind the first of them in a second chain (`next_same`), so that a text which is stored a million times
-    never lies in the way of another. A bitmap, eight bits for each bucket, answers most look-ups of absent tags with one
-    access to a small array. Tags are short, so unrelated items may share one: callers verify. Memory: 17 to 22 bytes an item, plus a quarter of
-    12 bytes as slack for growth.
+    `heads[tag & mask]` begins a chain of items with different tags that share a bucket (`next_tag`); items with the
+    same tag hang behind the first of them in a second chain (`next_same`), so that a text which is stored a million
+    times never lies in the way of another. A bitmap, eight bits for each bucket, answers most look-ups of absent tags
+    with one access to a small array. Tags are short, so unrelated items may share one: callers verify. Memory: 17 to 22
+    bytes an item, plus a quarter of 12 bytes as slack for growth.
 
-    One writer and any number of readers may work at once: an item is complete before a chain leads to it, and arrays are
-    replaced, never shrunk. Readers may miss items that are being added.
+    One writer and any number of readers may work at once: an item is complete before a chain leads to it, and arrays
+    are replaced, never shrunk. Readers may miss items that are being added.
     """
 
     def __init__(self, capacity: int = 1024):

@@ -75,7 +75,7 @@ class ChunkIndex:
             known = self._state.rows_of_keys([record.key for record in batch])
             stale = []
             fresh = []
-            for record, row in zip(batch, known.tolist()):
+            for record, row in zip(batch, known.tolist(), strict=False):
                 if row < 0:
                     fresh.append(record)
                 elif not self._state.same_source(row, record):
@@ -117,14 +117,15 @@ class _State(SimpleNamespace):
     """The arrays. Rows are numbered in the order of adding and never reused.
 
     pool int32 [cells * anchor_tokens]; row_cell, row_length, row_source int32, row_position int64 [rows];
-    row_key, row_context uint8 [rows, 16]; alive bool [rows]. Item n of `anchors` is cell n, of `keys` row n; of `places`
-    items 2n and 2n+1 are start and end of row n.
+    row_key, row_context uint8 [rows, 16]; alive bool [rows]. Item n of `anchors` is cell n, of `keys` row n; of
+    `places` items 2n and 2n+1 are start and end of row n.
     """
 
     def __init__(self, anchor_tokens: int):
         super().__init__(
             anchor_tokens=anchor_tokens, num_rows=0, num_cells=0, num_alive=0,
-            pool=np.empty(0, np.int32), row_cell=np.empty(0, np.int32), row_length=np.empty(0, np.int32), row_source=np.empty(0, np.int32),
+            pool=np.empty(0, np.int32), row_cell=np.empty(0, np.int32),
+            row_length=np.empty(0, np.int32), row_source=np.empty(0, np.int32),
             row_position=np.empty(0, np.int64), row_key=np.empty((0, KEY_BYTES), np.uint8),
             row_context=np.empty((0, KEY_BYTES), np.uint8), alive=np.empty(0, bool),
             anchors=HashChains(), keys=HashChains(), places=HashChains(),
@@ -171,7 +172,7 @@ class _State(SimpleNamespace):
         digits, width = self.row_key[rows].tobytes().hex(), 2 * KEY_BYTES
         keys = [digits[start : start + width] for start in range(0, len(digits), width)]
         if self.odd_names:
-            keys = [self.odd_names.get(row, key) for row, key in zip(rows.tolist(), keys)]
+            keys = [self.odd_names.get(row, key) for row, key in zip(rows.tolist(), keys, strict=False)]
         return keys
 
     def contexts_of(self, rows: np.ndarray) -> list[str]:
@@ -247,7 +248,7 @@ class _State(SimpleNamespace):
         self.row_source[rows] = [self._source_number(record.source_id) for record in records]
         packed = _pack_keys([record.key for record in records])
         self.row_key[rows] = packed
-        for row, record in zip(rows.tolist(), records):
+        for row, record in zip(rows.tolist(), records, strict=False):
             if not _is_hex_key(record.key):
                 self.odd_names[row] = record.key
         contexts = [record.context_key for record in records]

@@ -16,7 +16,7 @@ _local = threading.local()
 
 
 def _scratch(shape: torch.Size, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two float32 buffers of this shape, kept by each thread: fresh pages for each layer cost more than the rotation."""
+    """Two float32 buffers of this shape, kept by each thread: fresh pages would cost more than the rotation."""
     size = shape.numel()
     if device.type != "cpu" or size > _LARGEST_SCRATCH:
         return torch.empty(shape, device=device), torch.empty(shape, device=device)
@@ -65,7 +65,8 @@ class PositionCorrector:
         `source_positions`, `target_positions`: integers `[num_tokens]`.
         """
         if kv_data.dim() < 4 or kv_data.shape[-4] != 2:
-            raise ValueError(f"kv_data: found shape {tuple(kv_data.shape)}, expected [.., 2, tokens, kv_heads, head_dim]")
+            found = tuple(kv_data.shape)
+            raise ValueError(f"kv_data: found shape {found}, expected [.., 2, tokens, kv_heads, head_dim]")
         result = kv_data if in_place else kv_data.clone()
         self.rotate(result.select(-4, 0), source_positions, target_positions, in_place=True)
         return result

@@ -11,8 +11,10 @@ import torch
 from ucm_ray.blend.policies.base import positions_to_ranges
 
 
-def recompute_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recompute_mask: torch.Tensor,
-                        original_output: torch.Tensor, query_start: int = 0, scale: float | None = None) -> torch.Tensor:
+def recompute_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recompute_mask: torch.Tensor,
+    original_output: torch.Tensor, query_start: int = 0, scale: float | None = None,
+) -> torch.Tensor:
     """`original_output` with the rows under `recompute_mask` replaced by exact causal attention.
 
     query, original_output `[num_tokens, num_heads, head_dim]`, row i at position `query_start + i`; key, value
@@ -28,8 +30,8 @@ def recompute_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
         raise ValueError(f"recompute_mask: found {recompute_mask.dtype} {tuple(recompute_mask.shape)}, "
                          f"expected bool ({num_tokens},)")
     if num_heads % num_kv_heads or key.shape != value.shape or key.shape[2] != head_dim:
-        raise ValueError(f"key, value: found {tuple(key.shape)} and {tuple(value.shape)}, expected [positions, a divisor "
-                         f"of {num_heads}, {head_dim}]")
+        raise ValueError(f"key, value: found {tuple(key.shape)} and {tuple(value.shape)}, "
+                         f"expected [positions, a divisor of {num_heads}, {head_dim}]")
     result = original_output.clone()
     scale = head_dim**-0.5 if scale is None else scale
     for start, end in positions_to_ranges(recompute_mask.nonzero().flatten().cpu().numpy()):

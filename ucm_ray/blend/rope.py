@@ -62,7 +62,7 @@ class RopeParameters:
             values = dict(getattr(hf_config, "rope_scaling", None) or {})
         values = dict(values)
         if values and all(isinstance(value, Mapping) for value in values.values()):
-            raise ValueError(f"rope_parameters: differ by layer type ({sorted(values)}), expected one set for all layers")
+            raise ValueError(f"rope_parameters: differ by layer type {sorted(values)}, expected one set for all layers")
         for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
             if name not in values and getattr(hf_config, name, None) is not None:
                 values[name] = getattr(hf_config, name)

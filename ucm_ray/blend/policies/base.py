@@ -66,4 +66,4 @@ def positions_to_ranges(positions: np.ndarray) -> list[tuple[int, int]]:
     breaks = np.flatnonzero(np.diff(positions) != 1)
     starts = positions[np.concatenate(([0], breaks + 1))]
     ends = positions[np.concatenate((breaks, [positions.size - 1]))] + 1
-    return list(zip(starts.tolist(), ends.tolist()))
+    return list(zip(starts.tolist(), ends.tolist(), strict=False))

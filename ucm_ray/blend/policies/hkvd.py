@@ -13,8 +13,8 @@ from ucm_ray.blend.policies.base import RecomputePolicy, budget_tokens, checked_
 class KeyDeviation(RecomputePolicy):
     """`check_layer`: 0-based layer whose keys are compared, computed from layers 0 to `check_layer` over the plan.
 
-    Scores are the squared differences of the recomputed and the reused keys, summed over KV heads and head_dim. CacheBlend
-    looks at layer 1 (`hkvd@1`); layer 3 was closer to full prefill.
+    Scores are the squared differences of the recomputed and the reused keys, summed over KV heads and head_dim.
+    CacheBlend looks at layer 1 (`hkvd@1`); layer 3 was closer to full prefill.
     """
 
     name = "hkvd"
