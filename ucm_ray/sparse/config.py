@@ -29,6 +29,7 @@ class EsaConfig:
         min_blocks: a request of at most this many blocks is read densely.
         retrieval_stride: a new selection every so many decode steps.
         retrieval_workers, retrieval_cache_size: threads and blocks of the local retrieval worker.
+        retrieval_dtype: what representations are kept in.
         representation: how blocks are scored, see `ucm_ray.retrieval.representations`.
         static_share: share of the middle budget given, once and for good, to the blocks that the last prompt queries
             attended to; representations are blind to single tokens that draw attention from everywhere.
@@ -49,6 +50,7 @@ class EsaConfig:
     retrieval_stride: int = 5
     retrieval_workers: int = 4
     retrieval_cache_size: int = 10000
+    retrieval_dtype: str = "bfloat16"
     representation: str = "cumulant"
     static_share: float = 0.5
     prompt_window: int = 32

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,12 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ucm_ray.retrieval.packed import Geometry, PackedAnswer, PackedQuery
+from ucm_ray.retrieval.packed import Geometry, PackedAnswer, PackedQuery, Source
+from ucm_ray.retrieval.retriever import Retriever
+from ucm_ray.retrieval.worker import RetrievalWorker
 from ucm_ray.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm_ray.sparse.config import Budget, EsaConfig
 from ucm_ray.sparse.prompt_mass import prompt_block_mass
 from ucm_ray.sparse.request import ReqMeta, RequestState, Selection
-from ucm_ray.sparse.retriever import LocalRetriever, NewBlocks, Retriever
 
 logger = logging.getLogger("ucm_ray.sparse")
 
@@ -74,16 +76,19 @@ class ESA(UcmSparseBase):
 
     Args:
         config: the seed's keys, see `EsaConfig.from_dict`.
-        retriever: who answers; a `LocalRetriever` when left out.
+        retriever: makes who answers, for blocks of the given geometry; a local `RetrievalWorker` when left out.
     """
 
-    def __init__(self, role: UcmSparseRole, config: dict[str, Any], retriever: Retriever | None = None):
+    def __init__(self, role: UcmSparseRole, config: dict[str, Any],
+                 retriever: Callable[[Geometry], Retriever] | None = None):
         super().__init__(role, config)
         self.settings = EsaConfig.from_dict(config)
         self._states: dict[str, RequestState] = {}
-        self._retriever = retriever
+        self._make_retriever = retriever or self._local_retriever
+        self._retriever: Retriever | None = None
         self._metadata: EsaMetadata | None = None
-        self._retrieval_dtype = str(config.get("retrieval_dtype", "float32"))
+        self._owner = uuid.uuid4().hex[:12]
+        self._num_started = 0
 
     # ---- set-up
 
@@ -111,14 +116,14 @@ class ESA(UcmSparseBase):
         self.kv_block_bytes = 2 * block_size * num_kv_heads * head_dim * first.element_size()
         self.groups = num_kv_heads if self.settings.per_head else 1
         self._queries: list[torch.Tensor | None] = [None] * self.num_layers
-        if self._retriever is None:
-            geometry = Geometry(self.num_layers, num_kv_heads, head_dim, self.settings.representation,
-                                self._retrieval_dtype)
-            self._retriever = LocalRetriever(geometry, self.settings.retrieval_cache_size)
         self._laid_out_for: list[str] = []
-        self._local: Retriever | None = None
-        if self.settings.fallback == "local" and not isinstance(self._retriever, LocalRetriever):
-            self._local = LocalRetriever(self._retriever.geometry, self.settings.retrieval_cache_size)
+        self._geometry = Geometry(
+            self.num_layers, num_kv_heads, head_dim, self.settings.representation, self.settings.retrieval_dtype)
+        self._retriever = self._make_retriever(self._geometry)
+
+    def _local_retriever(self, geometry: Geometry) -> Retriever:
+        keys = ("retrieval_workers", "retrieval_cache_size")
+        return RetrievalWorker({key: getattr(self.settings, key) for key in keys}, geometry=geometry)
 
     def _read_plain_keys(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
         return self.kv_caches[layer][0][block_ids].permute(2, 3, 0, 1).flatten(2)
@@ -151,7 +156,8 @@ class ESA(UcmSparseBase):
 
     def close(self) -> None:
         """Let go of the retriever."""
-        self._retriever.close()
+        if self._retriever is not None:
+            self._retriever.close()
 
     # ---- requests
 
@@ -163,8 +169,6 @@ class ESA(UcmSparseBase):
         known = [request_id for request_id in request_ids if self._states.pop(request_id, None) is not None]
         if known:
             self._retriever.forget(known)
-            if self._local is not None:
-                self._local.forget(known)
 
     def _follow(self, meta: ReqMeta) -> RequestState:
         """The state of a request, brought up to this step."""
@@ -174,7 +178,10 @@ class ESA(UcmSparseBase):
             state = None
         if state is None:
             ratio = self.settings.sparse_ratio if meta.sparse_ratio is None else meta.sparse_ratio
-            state = RequestState(meta.request_id, meta.num_prompt_tokens, ratio, self.num_layers)
+            # A key is for one content: not for a block number, nor for a request that starts over.
+            self._num_started += 1
+            state = RequestState(meta.request_id, meta.num_prompt_tokens, ratio, self.num_layers,
+                                 key_prefix=f"{self._owner}/{self._num_started}/")
             self._states[meta.request_id] = state
         if len(meta.vllm_block_ids) != len(state.block_ids):
             state.block_ids = np.asarray(meta.vllm_block_ids, np.int64)
@@ -333,22 +340,16 @@ class ESA(UcmSparseBase):
         if not new:
             return
         blocks = torch.from_numpy(np.concatenate([state.block_ids[start:end] for state, start, end in new]))
-        method, geometry = self._retriever.geometry.method, self._retriever.geometry
         stats = []
         for layer in range(self.num_layers):
-            keys = self._read_keys(layer, blocks.to(self.device))
-            keys = keys.view(self.num_kv_heads, self.head_dim, -1, self.block_size).permute(2, 3, 0, 1)
-            stats.append(method.compute(keys))
-        records = geometry.pack(torch.stack(stats, 1))
-        offset, published = 0, []
+            found = self._read_keys(layer, blocks.to(self.device))
+            found = found.view(self.num_kv_heads, self.head_dim, -1, self.block_size).permute(2, 3, 0, 1)
+            stats.append(self._geometry.method.compute(found))
+        appends = {}
         for state, start, end in new:
-            keys = [f"{state.request_id}/{index}" for index in range(start, end)]
-            published.append(NewBlocks(state.request_id, keys, records[offset : offset + end - start]))
-            offset += end - start
+            appends[state.request_id] = [f"{state.key_prefix}{index}" for index in range(start, end)]
             state.num_indexed = end
-        self._retriever.publish(published)
-        if self._local is not None:
-            self._local.publish(published)
+        self._retriever.publish([key for keys in appends.values() for key in keys], torch.stack(stats, 1), appends)
 
     def _may_be_sparse(self, state: RequestState) -> bool:
         """Whether the request is long enough, now or at the end of its prompt."""
@@ -411,10 +412,13 @@ class ESA(UcmSparseBase):
         """One packed question for all requests that need a selection."""
         budgets = [self.settings.budget(self._num_blocks(state.num_tokens + 1), state.ratio) for state, _ in due]
         query = PackedQuery.build(
-            [state.request_id for state, _ in due], torch.stack([query for _, query in due]), self._retriever.geometry,
+            [state.request_id for state, _ in due], torch.stack([query for _, query in due]), self._geometry,
             k=[budget.num_middle for budget in budgets], start=[budget.init for budget in budgets],
             stop=[budget.local_start for budget in budgets], per_head=self.groups > 1)
-        future = self._retriever.ask(query)
+        deadline_s = self.settings.deadline_ms / 1e3
+        future = self._retriever.submit(query, max(1e-3, deadline_s))
+        if isinstance(self._retriever, RetrievalWorker):
+            wait([future])  # milliseconds in this very process: no need to decode with an older selection
         for index, ((state, vectors), budget) in enumerate(zip(due, budgets, strict=True)):
             state.pending = _Pending(future, query, index, budget, vectors, time.monotonic())
             if future.done():
@@ -427,14 +431,19 @@ class ESA(UcmSparseBase):
             return
         pending.age += 1
         needed = not self._is_usable(state)
-        if not needed and not pending.future.done():
+        if not needed and not pending.future.done() and not pending.is_overdue(self.settings.deadline_ms / 1e3):
             return
         state.pending = None
         answer = pending.wait(self.settings.deadline_ms / 1e3 if needed else 0.0)
-        if answer is not None:
+        source = Source.DENSE if answer is None else answer.source(pending.index)
+        if source is not Source.EXACT:
+            state.count(fallbacks=1)
+        if source in (Source.EXACT, Source.LOCAL):
             self._adopt(state, pending, answer)
+        elif self.settings.fallback == "last" and state.selection is not None:
+            state.stands_in = True
         else:
-            self._fall_back(state, pending)
+            state.dense_for_now = True
 
     def _adopt(self, state: RequestState, pending: _Pending, answer: PackedAnswer) -> None:
         """Join the static and the retrieved share into the request's selection."""
@@ -454,19 +463,6 @@ class ESA(UcmSparseBase):
         state.age = pending.age - 1
         state.dense_for_now = state.stands_in = False
 
-    def _fall_back(self, state: RequestState, pending: _Pending) -> None:
-        """No answer in time: the last selection, local scoring, or everything. Asked again after this step."""
-        state.count(fallbacks=1)
-        if self.settings.fallback == "last" and state.selection is not None:
-            state.stands_in = True
-            return
-        if self._local is not None:
-            answer = self._local.ask(pending.query).result()
-            if _is_whole(answer, pending):
-                self._adopt(state, pending, answer)
-                return
-        state.dense_for_now = True
-
 
 @dataclass
 class _Pending:
@@ -479,6 +475,9 @@ class _Pending:
     vectors: torch.Tensor
     asked_at: float
     age: int = 0  # decode steps begun since it was asked
+
+    def is_overdue(self, deadline_s: float) -> bool:
+        return time.monotonic() > self.asked_at + deadline_s
 
     def wait(self, deadline_s: float) -> PackedAnswer | None:
         """The answer, if it comes before the deadline (counted from the question) and is whole."""

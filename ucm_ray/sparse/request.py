@@ -72,6 +72,7 @@ class RequestState:
     num_prompt_tokens: int
     ratio: float
     num_layers: int
+    key_prefix: str
     block_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     num_tokens: int = 0
     num_indexed: int = 0  # full blocks whose representation the retriever has
