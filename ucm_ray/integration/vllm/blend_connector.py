@@ -68,6 +68,11 @@ class BlendConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register_kv_caches(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker.esa is not None:
+            self._worker.esa.begin_step(connector_metadata.esa)
+
     @harmless(None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.after_forward(self._get_connector_metadata())
@@ -79,7 +84,8 @@ class BlendConnector(KVConnectorBase_V1):
         return
 
     def wait_for_save(self) -> None:
-        return
+        if self._worker.esa is not None:
+            self._worker.esa.end_step()
 
     @harmless((None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ucm_ray.integration.vllm.esa_meta import EsaReport, EsaRequestStep, EsaStepMeta
-from ucm_ray.integration.vllm.taint import taint_from
+from ucm_ray.integration.vllm.taint import taint_from, tainted_from_block
 from ucm_ray.sparse.config import EsaConfig
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class EsaScheduler:
         if first is None or first >= end:
             self._reasons[request.request_id] = "too short"
             return
-        self._tracked[request.request_id] = _Tracked(request, ratio, first)
+        known = self._tracked.get(request.request_id)  # preempted: what was decoded sparsely may be found again
+        self._tracked[request.request_id] = _Tracked(request, ratio, min(first, known.first_sparse) if known else first)
         taint_from(request, first, self._block_size)
 
     def _refusal(self, request: Request, wanted: bool | None, ratio: float) -> str:
@@ -77,6 +78,11 @@ class EsaScheduler:
         """Leading tokens of `request` whose KV ESA left exact; nothing behind them may be saved."""
         tracked = self._tracked.get(request.request_id)
         return request.num_tokens if tracked is None else min(tracked.first_sparse, request.num_tokens)
+
+    def is_only_taint(self, request: Request) -> bool:
+        """Whether nothing but sparse decode made KV of `request` approximate."""
+        tracked = self._tracked.get(request.request_id)
+        return tracked is not None and tainted_from_block(request) in (None, tracked.first_sparse // self._block_size)
 
     def receipt(self, request_id: str) -> dict[str, Any] | None:
         """Blocks read and so on of a request; call when it finishes, once."""

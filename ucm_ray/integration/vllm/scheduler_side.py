@@ -134,6 +134,10 @@ class SchedulerSide:
         self._sink: list[int] | None = None
         self.counters: dict[str, float] = {}
         self.esa = None
+        if settings.esa.enabled:
+            from ucm_ray.integration.vllm.esa_scheduler import EsaScheduler
+
+            self.esa = EsaScheduler(config, settings.esa.model_dump())
         if not self._disabled:
             self._catalogue.index(self._namespace.hex)
             threading.Thread(target=self._read_sink, name="ucm-sink", daemon=True).start()
@@ -167,6 +171,8 @@ class SchedulerSide:
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens beyond `num_computed_tokens` that a plan will fill, asynchronously; (0, False) to decline."""
         state = self._state(request)
+        if self.esa is not None:
+            self.esa.on_request(request, state.controls)
         plan = self._plan(request, state, num_computed_tokens)
         state.receipt.prefix_tokens = num_computed_tokens
         if isinstance(plan, Decline):
@@ -252,6 +258,8 @@ class SchedulerSide:
     def build_meta(self, scheduler_output: SchedulerOutput) -> BlendConnectorMeta:
         meta, self._meta = self._meta, BlendConnectorMeta()
         meta.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        if self.esa is not None:
+            meta.esa = self.esa.build_step(scheduler_output)
         if self._ingests:
             meta.cancelled_ingests = self._impatient_ingests()
         return meta
@@ -274,6 +282,8 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
+        if self.esa is not None:
+            self.esa.update(report.esa)
         if report.disabled and not self._disabled:
             self._disabled = report.disabled
             logger.error("blending is off: %s", report.disabled)
@@ -348,17 +358,23 @@ class SchedulerSide:
         receipt = asdict(state.receipt)
         if state.controls.trace:
             receipt["recomputed_ranges"] = state.recomputed_ranges
-        return held, {"ucm": {"blend": receipt}}
+        found = {"blend": receipt}
+        if self.esa is not None:
+            found["esa"] = self.esa.receipt(request.request_id)
+        return held, {"ucm": found}
 
     def _hold_for_saving(self, request: Request, state: RequestState, block_ids: np.ndarray) -> bool:
         save = self._settings.blend.save if state.controls.save is None else state.controls.save
         if not save or not len(block_ids) or unsupported_request(request):
             return False
-        if is_tainted(request):
+        only_esa = self.esa is not None and self.esa.is_only_taint(request)
+        if is_tainted(request) and not only_esa:
             return self._queue_ingest(request, state, block_ids)
         # KV of the last token was never computed
         tokens = np.asarray(request.all_token_ids[: request.num_tokens - 1], np.int32)
         tokens = tokens[: min(len(tokens), len(block_ids) * self._block_size)]
+        if only_esa:
+            tokens = tokens[: self.esa.num_exact_tokens(request)]
         first = state.controls.ingest_from or 0
         canonical = state.controls.ingest_from is not None
         if canonical:
@@ -438,8 +454,8 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """Forget every stored chunk (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
-        self._meta.clear_store = True
-        self._catalogue.clear()
+        self._meta.clear_store = True  # the workers' host memory, and what they have not written yet
+        self._catalogue.clear(self._store.clear if self._store is not None else None)
         return True
 
     def shutdown(self) -> None:

@@ -39,6 +39,11 @@ def taint_from(request: Request, num_exact_tokens: int, block_size: int) -> None
     request.update_block_hashes()
 
 
+def tainted_from_block(request: Request) -> int | None:
+    """Index of the first block of `request` that may hold approximate KV; None if all is exact."""
+    return getattr(request, _FROM, None)
+
+
 def is_tainted(request: Request) -> bool:
     """Whether any block of `request` holds approximate KV."""
     return getattr(request, _FROM, None) is not None

@@ -76,6 +76,17 @@ class WorkerSide:
         except Exception as error:
             logger.exception("blending is off: this engine cannot be used for it")
             self._report.disabled = f"self-check failed: {error}"
+        if self._settings.esa.enabled:
+            self._start_esa(kv_caches)
+
+    def _start_esa(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from ucm_ray.integration.vllm.esa_runtime import EsaRuntime
+
+        try:
+            self.esa = EsaRuntime(self._config, self._settings.esa.model_dump(), kv_caches,
+                                  retrieval=self._settings.retrieval.model_dump())
+        except Exception:
+            logger.exception("ESA is off: this engine cannot be used for it")
 
     # ---- one step
 
@@ -335,6 +346,8 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         report, self._report = self._report, WorkerReport()
+        if self.esa is not None:
+            report.esa = self.esa.take_report()
         return report if report else None
 
     def _on_evict(self, namespace: str, keys: list[str]) -> None:
@@ -348,6 +361,8 @@ class WorkerSide:
         return self._store.stats()
 
     def shutdown(self) -> None:
+        if self.esa is not None:
+            self.esa.shutdown()
         self._run_saves(1 << 30)
         self._store.flush(10.0)
         self._readers.shutdown(wait=False, cancel_futures=True)
