@@ -147,6 +147,11 @@ class EsaSettings(_Section):
     static_share: Ratio = Field(default=0.5, description="share of the middle budget given by prompt attention mass")
     deadline_ms: float = Field(default=5.0, ge=0.0)
     fallback: Literal["last", "local", "dense"] = "last"
+    retrieval_dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
+    prompt_window: int = Field(default=32, ge=1, description="last prompt queries that choose the static share")
+    drift_cosine: Ratio = Field(default=0.0, description="select early when queries turn further away; 0: never")
+    per_head: bool = Field(default=True, description="a selection per KV head, where the backend can read that way")
+    min_saved_bytes: Bytes = Field(default=0, description="read densely while a step would save less KV than this")
 
 
 class RetrievalSettings(_Section):
