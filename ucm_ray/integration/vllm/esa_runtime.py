@@ -7,6 +7,7 @@ read densely, which is always right.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,11 @@ from ucm_ray.integration.vllm.esa_kernels import kernel_for
 from ucm_ray.integration.vllm.esa_meta import EsaReport, EsaRequestStep, EsaStepMeta
 from ucm_ray.integration.vllm.esa_scheduler import unsupported
 from ucm_ray.integration.vllm.paged_kv import PagedKV, paged_kv_for
+from ucm_ray.retrieval.packed import Geometry
+from ucm_ray.retrieval.retriever import Retriever
+from ucm_ray.retrieval.worker import RetrievalWorker
 from ucm_ray.sparse.base import UcmSparseRole
+from ucm_ray.sparse.config import EsaConfig
 from ucm_ray.sparse.esa import ESA, EsaMetadata, SparseView
 from ucm_ray.sparse.request import ReqMeta
 
@@ -58,17 +63,35 @@ class EsaRuntime:
         self._block_ratio = vllm_config.cache_config.block_size // self._paged.block_size
         self._layer_index = {name: index for index, name in enumerate(layers)}
         self._kernel = kernel_for(self._paged)
+        self._settings = EsaConfig.from_dict(esa_settings)
         self.esa = ESA(
             UcmSparseRole.WORKER, {**esa_settings, "per_head": self._kernel.per_head and esa_settings.get("per_head", True)},
-            self._make_retriever(retrieval or {}))
+            self._retriever_maker(retrieval or {}))
         self.esa.register_kv_caches(
             kv_caches, read_keys=self._paged.key_blocks, block_size=self._paged.block_size,
             num_kv_heads=self._paged.num_kv_heads, head_dim=self._paged.head_dim)
         esa_backend.RUNTIME = self
 
-    def _make_retriever(self, retrieval: dict[str, Any]):
-        """None: ESA scores in this process."""
-        return None
+    def _retriever_maker(self, retrieval: dict[str, Any]) -> Callable[[Geometry], Retriever] | None:
+        """Connects to the Ray pool; None: ESA scores in this process."""
+        if retrieval.get("backend") != "ray":
+            return None
+
+        def connect(geometry: Geometry) -> Retriever:
+            from ucm_ray.retrieval.client import RetrievalClient, RetrievalError
+
+            settings = self._settings
+            config = {"retrieval_workers": settings.retrieval_workers, "retrieval_cache_size": settings.retrieval_cache_size}
+            try:
+                return RetrievalClient.connect(
+                    namespace=retrieval.get("namespace", "ucm_ray"), config=config, geometry=geometry,
+                    deadline_s=max(1e-3, settings.deadline_ms / 1e3),
+                    fallbacks=("local",) if settings.fallback == "local" else ())
+            except RetrievalError as error:
+                logger.warning("ESA retrieves in this process: %s", error)
+                return RetrievalWorker(config, geometry=geometry)
+
+        return connect
 
     # ---- one step, called by the connector
 

@@ -367,7 +367,7 @@ class SchedulerSide:
         save = self._settings.blend.save if state.controls.save is None else state.controls.save
         if not save or not len(block_ids) or unsupported_request(request):
             return False
-        only_esa = self.esa is not None and self.esa.is_only_taint(request)
+        only_esa = self.esa is not None and not state.receipt.reused_tokens and self.esa.is_only_taint(request)
         if is_tainted(request) and not only_esa:
             return self._queue_ingest(request, state, block_ids)
         # KV of the last token was never computed
