@@ -93,16 +93,31 @@ class ServiceProcess:
         self.process.wait(timeout=30)
 
 
+_running: list[ServiceProcess] = []
+
+
 @pytest.fixture(scope="session")
 def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ServiceProcess]]:
-    """Starts services from configurations (a mapping as in the YAML); none outlives the session."""
-    services: list[ServiceProcess] = []
+    """Starts services from configurations (a mapping as in the YAML); none outlives its room's tests."""
 
     def start(config: dict[str, Any], wait: bool = True) -> ServiceProcess:
-        services.append(ServiceProcess(config, tmp_path_factory.mktemp("service")))
-        return services[-1].wait_ready() if wait else services[-1]
+        service = ServiceProcess(config, tmp_path_factory.mktemp("service"))
+        _running.append(service)
+        return service.wait_ready() if wait else service
 
     yield start
-    for service in services:
+    _end_services()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A service ends with the last test of its room: two cores are too few for idle engines beside busy ones."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        _end_services()
+
+
+def _end_services() -> None:
+    while _running:
+        service = _running.pop()
         if service.stop(timeout_s=30):
             service.kill()
