@@ -211,21 +211,21 @@ def test_load_sync_is_the_seeds_call(pipeline):
 
 def test_a_buffer_is_not_reused_while_any_view_of_it_lives():
     pool = BufferPool(2**24)
-    tensor, view = pool.tensor(1000)
+    tensor, view = pool.tensor((1000,))
     tensor.fill_(7)
     address, last = tensor.data_ptr(), tensor.view(10, 100)[3, 5:]
     del tensor, view
-    other, _ = pool.tensor(1000)
+    other, _ = pool.tensor((1000,))
     other.fill_(9)
     assert other.data_ptr() != address and last.eq(7).all()
     del last
     gc.collect()
-    assert pool.tensor(1000)[0].data_ptr() == address and pool.free_bytes == 0
+    assert pool.tensor((1000,))[0].data_ptr() == address and pool.free_bytes == 0
 
 
 def test_free_buffers_are_bounded():
     pool = BufferPool(200_000)
-    held = [pool.tensor(60_000) for _ in range(10)]
+    held = [pool.tensor((60_000,)) for _ in range(10)]
     assert pool.free_bytes == 0
     held.clear()
     assert 0 < pool.free_bytes <= 200_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import weakref
 from collections import defaultdict
@@ -15,6 +16,8 @@ _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 # half a page away from the page borders that payloads start at in files: some processors copy several times slower
 # between addresses that are equal, or nearly so, modulo the page size
 _SKEW_BYTES = 2048
+# numpy has no bfloat16; integers of its size carry the bits
+_CARRIERS = {torch.uint8: np.uint8, torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.int16}
 
 
 class _Lease(weakref.ref):
@@ -40,11 +43,13 @@ class BufferPool:
         # re-entrant: the garbage collector may return a buffer in the middle of `tensor`
         self._lock = RLock()
 
-    def tensor(self, num_bytes: int) -> tuple[torch.Tensor, memoryview]:
-        """A uint8 tensor `[num_bytes]` with undefined content, and a view to fill it through.
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, memoryview]:
+        """A contiguous tensor with undefined content, and its bytes to fill it through.
 
         The view must not outlive the tensor: the memory belongs to somebody else once the tensor is gone.
         """
+        carrier = _CARRIERS[dtype]
+        num_bytes = math.prod(shape) * dtype.itemsize
         size = -(-(num_bytes + _SKEW_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES
         with self._lock:
             same_size = self._free[size]
@@ -53,11 +58,12 @@ class BufferPool:
                 self.free_bytes -= size
         if buffer is None:
             buffer = self._allocate(size)
-        lease = buffer[_SKEW_BYTES:_SKEW_BYTES + num_bytes]
+        lease = np.ndarray(shape, carrier, buffer, _SKEW_BYTES)
         reference = _Lease(lease, self._give_back)
         reference.buffer = buffer
         self._leases[id(reference)] = reference
-        return torch.from_numpy(lease), memoryview(buffer)[_SKEW_BYTES:_SKEW_BYTES + num_bytes]
+        tensor = torch.from_numpy(lease)
+        return tensor.view(dtype) if tensor.dtype != dtype else tensor, buffer.data[_SKEW_BYTES:_SKEW_BYTES + num_bytes]
 
     def _allocate(self, size: int) -> np.ndarray:
         if self.pin_memory:

@@ -58,10 +58,10 @@ class CacheStage(KVStage):
             here = self._entries.get((meta.namespace, meta.key))
         if here is not None and here.meta.origin == meta.origin:
             return True
-        copy, view = self.pool.tensor(meta.payload_bytes)
+        copy, view = self.pool.tensor(meta.shape, meta.torch_dtype)
         # numpy copies on this thread alone; torch would wake its whole team of threads beside the engine's
         np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(payload_view(kv.contiguous()), np.uint8))
-        return self.adopt(meta, copy.view(meta.torch_dtype).view(meta.shape))
+        return self.adopt(meta, copy)
 
     def adopt(self, meta: ChunkMeta, kv: torch.Tensor) -> bool:
         """Keep this very tensor, which nobody will write to any more. False if it does not fit."""

@@ -61,7 +61,7 @@ class Header(NamedTuple):
     meta: ChunkMeta
     payload_offset: int
     payload_checksum: int
-    layer_checksums: np.ndarray  # uint64 [num_layers]
+    layer_checksums: bytes  # little-endian uint64 [num_layers]
 
     @property
     def file_bytes(self) -> int:
@@ -85,6 +85,13 @@ def encode_header(meta: ChunkMeta, payload: memoryview) -> bytes:
     prefix = _PREFIX.pack(MAGIC, VERSION, len(text), offset, meta.payload_bytes,
                           xxhash.xxh3_64_intdigest(block), xxhash.xxh3_64_intdigest(payload))
     return prefix + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(prefix)) + block
+
+
+def largest_file_bytes(meta: ChunkMeta) -> int:
+    """What the file of a chunk takes at most: exact but for the length of the JSON."""
+    strings = sum(len(value) for value in vars(meta).values() if isinstance(value, str))
+    block = _BLOCK_START + 512 + 6 * strings + meta.token_ids.nbytes + meta.num_layers * _CHECKSUM.size
+    return -(-block // _PAGE) * _PAGE + meta.payload_bytes
 
 
 def write_chunk(path: str, meta: ChunkMeta, kv: torch.Tensor) -> int:
@@ -120,7 +127,7 @@ def read_header(handle: int) -> Header:
         raise BadChunkFile("unsupported", f"the file has format version {version}, expected {VERSION}")
     if not _BLOCK_START + json_bytes <= offset <= _MAX_HEADER_BYTES:
         raise BadChunkFile("corrupt", f"the payload starts at byte {offset}, after {json_bytes} bytes of JSON")
-    file_bytes = os.fstat(handle).st_size
+    file_bytes = os.lseek(handle, 0, os.SEEK_END)
     if file_bytes != offset + payload_bytes:
         raise BadChunkFile("truncated", f"the file has {file_bytes} bytes, expected {offset + payload_bytes}")
     block = start[_BLOCK_START:offset]
@@ -134,11 +141,12 @@ def read_header(handle: int) -> Header:
     return Header(meta, offset, payload_checksum, layers)
 
 
-def _parse_block(block: bytes, json_bytes: int) -> tuple[ChunkMeta, np.ndarray]:
+def _parse_block(block: bytes, json_bytes: int) -> tuple[ChunkMeta, bytes]:
     try:
         values = msgspec.structs.asdict(_decode_json(block[:json_bytes]))
         token_ids = np.frombuffer(block, "<i4", values.pop("num_tokens"), json_bytes)
-        layers = np.frombuffer(block, "<u8", values["num_layers"], json_bytes + token_ids.nbytes)
+        start = json_bytes + token_ids.nbytes
+        layers = block[start:start + values["num_layers"] * _CHECKSUM.size]
         if values["dtype"] not in DTYPES:
             raise ValueError(f"dtype is {values['dtype']!r}, expected one of {', '.join(DTYPES)}")
         return ChunkMeta.trusted(values, token_ids), layers
@@ -149,7 +157,7 @@ def _parse_block(block: bytes, json_bytes: int) -> tuple[ChunkMeta, np.ndarray]:
 def read_payload(handle: int, header: Header, pool: BufferPool) -> torch.Tensor:
     """The KV of an open file in a buffer of `pool`, verified while it is read. Raises BadChunkFile."""
     num_bytes = header.meta.payload_bytes
-    tensor, view = pool.tensor(num_bytes)
+    tensor, view = pool.tensor(header.meta.shape, header.meta.torch_dtype)
     checksum = xxhash.xxh3_64()
     position = 0
     while position < num_bytes:
@@ -161,19 +169,19 @@ def read_payload(handle: int, header: Header, pool: BufferPool) -> torch.Tensor:
         position += count
     if checksum.intdigest() != header.payload_checksum:
         raise BadChunkFile("corrupt", "the checksum of the payload does not match")
-    return tensor.view(header.meta.torch_dtype).view(header.meta.shape)
+    return tensor
 
 
 def read_layer(handle: int, header: Header, layer: int, pool: BufferPool) -> torch.Tensor:
     """KV `[2, num_tokens, num_kv_heads, head_dim]` of one layer, verified. Raises BadChunkFile."""
     num_bytes = header.meta.payload_bytes // header.meta.num_layers
-    tensor, view = pool.tensor(num_bytes)
+    tensor, view = pool.tensor(header.meta.shape[1:], header.meta.torch_dtype)
     position = 0
     while position < num_bytes:
         count = os.preadv(handle, [view[position:]], header.payload_offset + layer * num_bytes + position)
         if not count:
             raise BadChunkFile("truncated", f"layer {layer} ends after {position} bytes, expected {num_bytes}")
         position += count
-    if xxhash.xxh3_64_intdigest(view) != header.layer_checksums[layer]:
+    if xxhash.xxh3_64_intdigest(view) != _CHECKSUM.unpack_from(header.layer_checksums, layer * _CHECKSUM.size)[0]:
         raise BadChunkFile("corrupt", f"the checksum of layer {layer} does not match")
-    return tensor.view(header.meta.torch_dtype).view(header.meta.shape[1:])
+    return tensor

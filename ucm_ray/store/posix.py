@@ -15,8 +15,16 @@ import torch
 
 from ucm_ray.store.base import ChunkMeta, KVStage, StoredChunk, is_hex_name
 from ucm_ray.store.buffers import BufferPool
-from ucm_ray.store.chunk_file import BadChunkFile, Header, read_header, read_layer, read_payload, write_chunk
-from ucm_ray.store.shared_folder import SharedFolder, file_bytes, remove_file
+from ucm_ray.store.chunk_file import (
+    BadChunkFile,
+    Header,
+    largest_file_bytes,
+    read_header,
+    read_layer,
+    read_payload,
+    write_chunk,
+)
+from ucm_ray.store.shared_folder import SharedFolder
 
 logger = logging.getLogger("ucm_ray.store")
 
@@ -25,6 +33,30 @@ _RETRY_S = 60.0
 # a use is noted on the file at most this often: the order of eviction needs no more
 _TOUCH_INTERVAL_S = 5.0
 _TOUCHES_KEPT = 100_000
+
+
+class OpenChunk:
+    """An open file whose layers are read one by one; it stays readable though the file is removed or replaced."""
+
+    def __init__(self, stage: PosixStage, handle: int, header: Header) -> None:
+        self.meta = header.meta
+        self._stage, self._handle, self._header = stage, handle, header
+
+    def read_layer(self, layer: int) -> torch.Tensor | None:
+        """KV `[2, num_tokens, num_kv_heads, head_dim]`; None, counted, and the file removed, if it is not good."""
+        stage, meta = self._stage, self.meta
+        try:
+            return read_layer(self._handle, self._header, layer, stage.pool)
+        except BadChunkFile as error:
+            path = stage.folder_of(meta.key).path(meta.namespace, meta.key, stage.rank)
+            stage.discard(path, self._handle, meta.namespace, meta.key, error)
+        except OSError as error:
+            stage.counters.add("read_errors")
+            logger.warning("a layer of chunk %s cannot be read: %s", meta.key, error)
+        return None
+
+    def close(self) -> None:
+        os.close(self._handle)
 
 
 class PosixStage(KVStage):
@@ -76,15 +108,14 @@ class PosixStage(KVStage):
         """Header of this rank's file, verified; the payload is not read."""
         return self._guarded(namespace, key, self._checked_header)
 
-    def load_layer(self, header: Header, layer: int) -> torch.Tensor | None:
-        """KV `[2, num_tokens, num_kv_heads, head_dim]` of one layer of the file that had this header."""
-        def read(handle: int, namespace: str, key: str) -> torch.Tensor:
-            # the file may have been replaced since: then the layers would not belong together
-            if self._checked_header(handle, namespace, key).payload_checksum != header.payload_checksum:
-                raise BadChunkFile("unsupported", "the file was replaced while its layers were read")
-            return read_layer(handle, header, layer, self.pool)
+    def open_chunk(self, namespace: str, key: str) -> OpenChunk | None:
+        """This rank's file, its header verified, to be read layer by layer; the caller closes it."""
+        def keep(handle: int, namespace: str, key: str) -> OpenChunk:
+            header = self._checked_header(handle, namespace, key)
+            self._touch(namespace, key)
+            return OpenChunk(self, os.dup(handle), header)
 
-        return self._guarded(header.meta.namespace, header.meta.key, read)
+        return self._guarded(namespace, key, keep)
 
     def _guarded(self, namespace: str, key: str, read):
         """`read(handle, namespace, key)` of this rank's file; whatever is wrong with the file is counted: None."""
@@ -97,7 +128,7 @@ class PosixStage(KVStage):
             try:
                 return read(handle, namespace, key)
             except BadChunkFile as error:
-                self._discard(path, handle, namespace, key, error)
+                self.discard(path, handle, namespace, key, error)
             finally:
                 os.close(handle)
         except FileNotFoundError:
@@ -116,7 +147,7 @@ class PosixStage(KVStage):
             raise BadChunkFile("foreign", f"(namespace, key, rank, world size) is {found}, expected {expected}")
         return header
 
-    def _discard(self, path: str, handle: int, namespace: str, key: str, error: BadChunkFile) -> None:
+    def discard(self, path: str, handle: int, namespace: str, key: str, error: BadChunkFile) -> None:
         """Remove a bad file, and with it the other ranks' files, unless a new one took its place meanwhile."""
         self.counters.add(error.kind)
         logger.warning("chunk file %s is %s and will be computed anew: %s", path, error.kind, error)
@@ -215,35 +246,25 @@ class PosixStage(KVStage):
             return None
 
     def _write_making_room(self, meta: ChunkMeta, kv: torch.Tensor) -> bool:
-        folder = self.folder_of(meta.key)
-        fits, evicted = folder.make_room(meta.payload_bytes + 4096)
-        self._report_evicted(evicted)
-        if not fits:
-            self.counters.add("no_room")
-            return False
         try:
-            self._write(folder, meta, kv)
+            return self._write(meta, kv)
         except OSError as error:
             if error.errno not in _DISK_FULL:
                 raise
-            self._report_evicted(folder.free_disk(2 * meta.payload_bytes))
-            self._write(folder, meta, kv)
-        self._recovered()
-        return True
+        self._report_evicted(self.folder_of(meta.key).free_disk(2 * meta.payload_bytes))
+        return self._write(meta, kv)
 
-    def _write(self, folder: SharedFolder, meta: ChunkMeta, kv: torch.Tensor) -> None:
-        path = folder.path(meta.namespace, meta.key, self.rank)
-        temporary = folder.temporary_path(path)
-        try:
-            num_bytes = write_chunk(temporary, meta, kv)
-            replaced = file_bytes(path)
-            os.rename(temporary, path)
-        except BaseException:
-            remove_file(temporary)
-            raise
-        folder.add_used(num_bytes - replaced)
-        self.counters.add("saved")
-        self.counters.add("saved_bytes", num_bytes)
+    def _write(self, meta: ChunkMeta, kv: torch.Tensor) -> bool:
+        folder = self.folder_of(meta.key)
+        added, evicted = folder.add(folder.path(meta.namespace, meta.key, self.rank), largest_file_bytes(meta),
+                                    lambda path: write_chunk(path, meta, kv))
+        self._report_evicted(evicted)
+        if added:
+            self.counters.add_all(saved=1, saved_bytes=meta.payload_bytes)
+            self._recovered()
+        else:
+            self.counters.add("no_room")
+        return added
 
     def _report_evicted(self, chunks: list[tuple[str, str]]) -> None:
         by_namespace: dict[str, list[str]] = {}
@@ -275,12 +296,7 @@ class PosixStage(KVStage):
         return sum(self.folder_of(key).remove(namespace, key) for key in keys if is_hex_name(key))
 
     def clear(self, namespace: str | None = None) -> int:
-        removed = 0
-        for folder in self.folders:
-            for files in folder.walk(namespace):
-                removed += sum(remove_file(path) for path in files.paths) > 0
-            folder.recount()
-        return removed
+        return sum(folder.clear(namespace) for folder in self.folders)
 
     def stats(self) -> dict:
         """Sizes of the whole folder, all processes and ranks together; event counts of this process."""

@@ -1,7 +1,7 @@
 """A folder of chunk files that several processes read, write and evict from at the same time.
 
     <root>/<namespace>/<key[:2]>/<key>.<rank>of<world_size>.kv      chunks
-    <root>/.store/usage, evict.lock, *.pins                         what the processes share
+    <root>/.store/usage, folder.lock, *.pins                        what the processes share
 
 No process owns the folder: any file may vanish at any moment, which is never an error. A chunk's files of all ranks are
 one unit: they are counted, evicted and discarded together, since one rank's file is useless without the others.
@@ -17,10 +17,9 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import NamedTuple
 
 from ucm_ray.store.base import StoreError, is_hex_name
@@ -33,6 +32,7 @@ _STALE_TEMPORARY_S = 600.0
 # evicting somewhat more than asked for saves the next saves the same walk
 _SPARE = 0.05
 _COUNTER_BYTES = 8
+_ATTEMPTS = 3
 
 
 class ChunkFiles(NamedTuple):
@@ -58,7 +58,6 @@ class SharedFolder:
         self.pins = Pins(self._control)
         self._candidates: deque[ChunkFiles] = deque()
         self._counted = False
-        self._evict_lock = Lock()
 
     def _prepare(self) -> None:
         try:
@@ -130,15 +129,23 @@ class SharedFolder:
             data = os.pread(handle, _COUNTER_BYTES, 0)
         return int.from_bytes(data, "little", signed=True) if len(data) == _COUNTER_BYTES else self.recount()
 
-    def add_used(self, num_bytes: int) -> None:
+    def add_used(self, num_bytes: int, limit: int | None = None) -> bool:
+        """Change the counter, unless it would exceed `limit`."""
         with self._counter() as handle:
             data = os.pread(handle, _COUNTER_BYTES, 0)
             if len(data) == _COUNTER_BYTES:
                 used = max(0, int.from_bytes(data, "little", signed=True) + num_bytes)
+                if limit is not None and used > limit:
+                    return False
                 os.pwrite(handle, used.to_bytes(_COUNTER_BYTES, "little", signed=True), 0)
+        return True
 
     def recount(self) -> int:
         """Walk the folder: set the shared counter and the order of eviction to what is there."""
+        with self._locked(fcntl.LOCK_EX):
+            return self._recount()
+
+    def _recount(self) -> int:
         chunks = sorted(self.walk(), key=lambda chunk: chunk.last_use_s)
         self._candidates = deque(chunks)
         self._counted = True
@@ -147,48 +154,73 @@ class SharedFolder:
             os.pwrite(handle, used.to_bytes(_COUNTER_BYTES, "little", signed=True), 0)
         return used
 
-    # eviction
+    @contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        """Adding and removing files share the folder; counting and evicting have it alone, in all processes."""
+        self._control.mkdir(parents=True, exist_ok=True)
+        with open(self._control / "folder.lock", "w") as file:
+            fcntl.flock(file, kind)
+            yield
 
-    def make_room(self, num_bytes: int) -> tuple[bool, list[Pin]]:
-        """Evict least recently used chunks until `num_bytes` more fit; False if pins or the capacity forbid it."""
+    # adding, evicting and removing
+
+    def add(self, path: str, num_bytes: int, write: Callable[[str], int]) -> tuple[bool, list[Pin]]:
+        """Let `write(temporary path) -> size` make a file of at most `num_bytes` and rename it to `path`.
+
+        Evicts least recently used chunks first if there is no room; returns False if pins or the capacity forbid it,
+        and the chunks that were evicted. Raises OSError, leaving no file behind.
+        """
+        gone: list[Pin] = []
         if num_bytes > self.capacity_bytes:
-            return False, []
+            return False, gone
         if not self._counted:
             # a process that was killed may have left the counter wrong
             self.recount()
-        if self._excess(num_bytes) <= 0:
-            return True, []
+        # others may take the room that was just made
+        for _ in range(_ATTEMPTS):
+            with self._locked(fcntl.LOCK_SH):
+                if self.add_used(num_bytes, self.capacity_bytes):
+                    self._add(path, num_bytes, write)
+                    return True, gone
+            gone += self._make_room(num_bytes)
+        return False, gone
+
+    def _add(self, path: str, reserved_bytes: int, write: Callable[[str], int]) -> None:
+        change = -reserved_bytes
+        temporary = self.temporary_path(path)
+        try:
+            num_bytes = write(temporary)
+            replaced = file_bytes(path)
+            os.rename(temporary, path)
+            change += num_bytes - replaced
+        except BaseException:
+            remove_file(temporary)
+            raise
+        finally:
+            self.add_used(change)
+
+    def _make_room(self, num_bytes: int) -> list[Pin]:
         gone: list[Pin] = []
         spare = int(self.capacity_bytes * _SPARE)
-        with self._evicting():
+        with self._locked(fcntl.LOCK_EX):
             # first in the order of the last walk, as long as it lasts: a walk looks at every file
             for walk in (False, True):
                 if walk:
-                    self.recount()
-                excess = self._excess(num_bytes)
+                    self._recount()
+                excess = self.used_bytes() + num_bytes - self.capacity_bytes
                 if excess <= 0:
                     break
                 gone += self._evict(excess + spare)[1]
-            return self._excess(num_bytes) <= 0, gone
-
-    def _excess(self, num_bytes: int) -> int:
-        return self.used_bytes() + num_bytes - self.capacity_bytes
+        return gone
 
     def free_disk(self, num_bytes: int) -> list[Pin]:
         """Evict about `num_bytes`, whatever the capacity, because the disk is full."""
-        with self._evicting():
+        with self._locked(fcntl.LOCK_EX):
             freed, gone = self._evict(num_bytes)
             if freed < num_bytes:
-                self.recount()
+                self._recount()
                 gone += self._evict(num_bytes - freed)[1]
             return gone
-
-    @contextmanager
-    def _evicting(self) -> Iterator[None]:
-        """One evictor at a time in all processes, or two would evict twice as much as needed."""
-        with self._evict_lock, open(self._control / "evict.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _evict(self, num_bytes: int) -> tuple[int, list[Pin]]:
         """Remove chunks in the remembered order until `num_bytes` are free. Returns the bytes freed, and whose."""
@@ -207,10 +239,21 @@ class SharedFolder:
 
     def remove(self, namespace: str, key: str) -> bool:
         """Remove a chunk's files of all ranks. False if none was here."""
-        removed = remove_files(self.paths(namespace, key))
-        if removed:
-            self.add_used(-removed)
+        paths = self.paths(namespace, key)
+        if not any(map(os.path.exists, paths)):
+            return False
+        with self._locked(fcntl.LOCK_SH):
+            removed = remove_files(paths)
+            if removed:
+                self.add_used(-removed)
         return removed > 0
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Remove all chunks, or those of a namespace. Returns how many there were."""
+        with self._locked(fcntl.LOCK_EX):
+            removed = sum(remove_files(chunk.paths) > 0 for chunk in self.walk(namespace))
+            self._recount()
+        return removed
 
     def close(self) -> None:
         self.pins.close()
