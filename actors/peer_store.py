@@ -1,7 +1,7 @@
 """Chunks of other nodes, where every node keeps its own folder: fetched from the owning node's actor, then kept.
 
-Each node runs one `ChunkSource`, which tells the directory what its folder holds and hands chunks out; KV travels through
-Ray's object store. `store_pipeline: "Cache|Peers"` makes an engine's store a folder that fills itself from the others.
+Each node runs one `ChunkSource`, which tells the directory what its folder holds and hands chunks out; KV travels
+through Ray's object store. `store_pipeline: "Cache|Peers"` makes an engine's store a folder that fills itself from the others.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def delete_at_source(directory: str, node: str, namespace: str, keys: list[str])
 class PeerStage(PosixStage):
     """This node's folder; what is missing in it is fetched from a node that has it.
 
-    Only `load` goes over the network, from the store's reading threads, at most `_FETCH_TIMEOUT_S`; a peer that does not
-    answer is a miss.
+    Only `load` goes over the network, from the store's reading threads, at most `_FETCH_TIMEOUT_S`; a peer that does
+    not answer is a miss.
     """
 
     name = "Peers"

@@ -3,8 +3,8 @@
 import random
 from collections import Counter
 
-from ucm_ray.serve.router import PromptChunk, Residency, rank_replicas, routing_hint
 from ucm_ray.serve import router
+from ucm_ray.serve.router import PromptChunk, Residency, rank_replicas, routing_hint
 
 
 def chunks(*names: str, num_bytes: int = 10) -> list[PromptChunk]:

@@ -9,12 +9,11 @@ import httpx
 import openai as openai_package
 import pytest
 
-from tests.serve.conftest import KEYS, eventually, messages_of
+from tests.serve.conftest import KEYS, MODEL, eventually, messages_of
 from ucm_ray.client import AsyncClient, Client, ClientError
 from ucm_ray.serve.metrics import ServiceMetrics
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(900)]
-MODEL = "test-model"
 
 
 @pytest.fixture(scope="module")

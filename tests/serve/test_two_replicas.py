@@ -10,18 +10,17 @@ import httpx
 import openai as openai_package
 import pytest
 
-from tests.serve.conftest import eventually, messages_of
+from tests.serve.conftest import ENGINE, MODEL, STORE, eventually, messages_of, stop_single_service
 from ucm_ray.client import Client, ClientError
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(900)]
-MODEL = "test-model"
 
 
 @pytest.fixture(scope="module")
 def pair(start_service):
+    stop_single_service()
     return start_service({
-        "engine": {"device": "cpu", "max_model_len": 4096, "cpu_kv_cache_gib": 1},
-        "store": {"refresh_s": 0.2, "cache_capacity_bytes": "256MiB"},
+        "engine": ENGINE, "store": STORE,
         "service": {"model_id": MODEL, "min_replicas": 2, "max_replicas": 2, "router": "chunk_aware",
                     "replica_cpus": 0.4},
     })

@@ -1,8 +1,8 @@
 """Load on a running service: throughput and latency without reuse, with prefix caching only, and with blend.
 
-The three modes are requests to the same service, each under a `cache_salt` of its own, so that none profits from another:
-`plain` gives every request a new salt and switches blending off (nothing is ever reused), `prefix` switches blending off
-(the engine's own prefix cache works), `blend` changes nothing.
+The three modes are requests to the same service, each under a `cache_salt` of its own, so that none profits from
+another: `plain` gives every request a new salt and switches blending off (nothing is ever reused), `prefix` switches
+blending off (the engine's own prefix cache works), `blend` changes nothing.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ def row_of(workload: str, mode: str, done: list[Measured], wall_s: float, ttft_l
     }
 
 
-async def measure(load: Load, workloads: Sequence[str], modes: Sequence[str], requests: int, concurrency: int, seed: int,
-                  ttft_limit_s: float, tpot_limit_s: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
+async def measure(load: Load, workloads: Sequence[str], modes: Sequence[str], requests: int, concurrency: int,
+                  seed: int, ttft_limit_s: float, tpot_limit_s: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Rows, and the seconds that ingesting took."""
     rows, ingest_s = [], {}
     for workload in workloads:

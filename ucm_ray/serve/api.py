@@ -1,4 +1,4 @@
-"""What the routes under `/ucm/v1` take and give, with their limits; the OpenAPI schema at `/openapi.json` is made of it."""
+"""What the routes under `/ucm/v1` take and give, with their limits; `/openapi.json` is made of it."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class CacheService:
         """The directory's answer; 503 while it restarts, which Ray does by itself."""
         try:
             return await asyncio.wait_for(_awaited(reference), _DIRECTORY_TIMEOUT_S)
-        except (RayError, asyncio.TimeoutError) as error:
+        except (TimeoutError, RayError) as error:
             raise ServiceError(503, f"the chunk directory does not answer ({type(error).__name__}); it is being "
                                     "restarted, ask again in a moment") from error
 

@@ -21,7 +21,8 @@ class ServiceMetrics:
             "vllm:ucm_requests", "Finished requests: blended, or not and why.", ["outcome", "reason"],
             registry=self.registry)
         self.missed_tokens = Counter(
-            "vllm:ucm_missed_tokens", "Prompt tokens of blended requests that had no stored KV.", registry=self.registry)
+            "vllm:ucm_missed_tokens", "Prompt tokens of blended requests that had no stored KV.",
+            registry=self.registry)
         self.load_seconds = Histogram(
             "vllm:ucm_load_seconds", "Reading, rotating and placing stored KV, per blended request.",
             buckets=_SECONDS, registry=self.registry)

@@ -217,7 +217,7 @@ class UcmRoutes(OpenAiIngress):
         except Exception as error:
             known = unavailable(error)
             if not started:
-                raise known or error
+                raise (known or error) from None
             self.cache.metrics.stream_failures.inc()
             logger.warning("request %s: the stream broke: %s", get_serve_request_id(), type(error).__name__)
             status, message = (known.status_code, known.message) if known else (500, "the stream ended with an error")

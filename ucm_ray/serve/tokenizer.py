@@ -32,7 +32,8 @@ class PromptTokenizer:
         try:
             return await self._tokenizer.tokenize(payload)
         except TokenizeError as error:
-            raise ServiceError(error.status_code, error.message, "messages" if payload.get("messages") else "prompt") from error
+            field = "messages" if payload.get("messages") else "prompt"
+            raise ServiceError(error.status_code, error.message, field) from error
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """As a Hugging Face tokenizer's."""
