@@ -47,6 +47,7 @@ class BlockBank:
         self._keys_of: dict[str, list[str]] = {}
         self._free_rows: list[int] = []
         self._tables = Tables(*(np.full((0, 0), -1, np.int32) for _ in range(3)), np.zeros(0, np.int32))
+        self._row_used = np.zeros(0, np.int64)
         self._evicted = 0
         self._refused = 0
 
@@ -77,11 +78,13 @@ class BlockBank:
                 self._resolve(set(admitted))
             return Upserted(len(admitted), present, refused)
 
-    def append(self, request_id: str, keys: Sequence[str], positions: np.ndarray | None = None) -> None:
+    def append(self, request_id: str, keys: Sequence[str], positions: np.ndarray | None = None,
+               skip_known: bool = False) -> None:
         """Appends blocks to a request's list, beginning it if need be. Their representations may come later.
 
         Args:
             positions: int32 `[len(keys)]`, ascending, above the list's last; consecutive when left out.
+            skip_known: pass over positions up to the list's last instead of refusing them (the message came twice).
         """
         with self._lock:
             row = self._row_of.get(request_id)
@@ -90,6 +93,9 @@ class BlockBank:
             length = int(self._tables.lengths[row])
             last = int(self._tables.positions[row, length - 1]) if length else -1
             positions = np.arange(last + 1, last + 1 + len(keys)) if positions is None else np.asarray(positions)
+            if skip_known:
+                known = int(np.searchsorted(positions, last, side="right"))
+                keys, positions = keys[known:], positions[known:]
             if len(positions) != len(keys) or (len(keys) and (positions[0] <= last or (np.diff(positions) <= 0).any())):
                 raise ValueError(f"positions of request {request_id!r} are {positions.tolist()[:8]}, expected "
                                  f"{len(keys)} ascending numbers above {last}")
@@ -101,6 +107,7 @@ class BlockBank:
             self._tables.generations[row, length:end] = np.where(slots >= 0, self._generations[slots], -1)
             self._tables.positions[row, length:end] = positions
             self._tables.lengths[row] = end
+            self._row_used[row] = self._tick()
 
     def replace(self, request_id: str, keys: Sequence[str], positions: np.ndarray | None = None) -> None:
         """Sets a request's whole block list."""
@@ -119,6 +126,12 @@ class BlockBank:
                 self._free_rows.append(row)
             return len(known)
 
+    def expire(self, idle_s: float) -> int:
+        """Drops the lists of requests neither asked about nor appended to for `idle_s`; returns how many."""
+        with self._lock:
+            oldest = self._tick() - int(idle_s * 1e6)
+            return self.forget([name for name, row in self._row_of.items() if self._row_used[row] < oldest])
+
     def answer(self, query: PackedQuery, select: bool = True) -> PackedAnswer:
         """Scores the candidates of every request and selects the best; unknown requests have no candidates.
 
@@ -130,9 +143,11 @@ class BlockBank:
                              f"[num_requests, {layers}, {heads}, {num_stats}, {head_dim}]")
         with self._lock:
             rows = self.rows(query.request_ids)
+            tick = self._tick()
+            self._row_used[rows[rows >= 0]] = tick
             stop = np.where(query.stop < 0, np.iinfo(np.int32).max, query.stop).astype(np.int32)
             return self._scorer.answer(query, rows, stop, self._tables, self._generations, self._last_used,
-                                       self._tick(), select)
+                                       tick, select)
 
     def rows(self, request_ids: Sequence[str]) -> np.ndarray:
         """Table row of each request, int32, -1 for unknown ones."""
@@ -179,10 +194,14 @@ class BlockBank:
             return len(slots)
 
     def stats(self) -> dict[str, int]:
-        """Counters and sizes."""
+        """Counters and sizes; `referenced_bytes` counts blocks that some request's list holds."""
         with self._lock:
             blocks = len(self._slot_of)
+            valid = (np.arange(self._tables.slots.shape[1]) < self._tables.lengths[:, None]) & (self._tables.slots >= 0)
+            valid &= self._generations[self._tables.slots] == self._tables.generations
+            referenced = len(np.unique(self._tables.slots[valid]))
             return {"blocks": blocks, "bytes": blocks * self.geometry.record_bytes,
+                    "referenced_bytes": referenced * self.geometry.record_bytes,
                     "capacity_bytes": self.num_slots * self.geometry.record_bytes, "requests": len(self._row_of),
                     "evicted": self._evicted, "refused": self._refused}
 
@@ -245,8 +264,9 @@ class BlockBank:
             wider = np.full(shape, -1, np.int32)
             wider[:rows, :blocks] = table
             grown.append(wider)
-        lengths = np.zeros(shape[0], np.int32)
-        lengths[:rows] = self._tables.lengths
+        lengths, row_used = np.zeros(shape[0], np.int32), np.zeros(shape[0], np.int64)
+        lengths[:rows], row_used[:rows] = self._tables.lengths, self._row_used
+        self._row_used = row_used
         self._tables = Tables(*grown, lengths)
 
 

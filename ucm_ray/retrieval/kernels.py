@@ -314,3 +314,18 @@ def _interleave(part_blocks, part_scores, row, cursor, blocks, scores):
         scores[n] = part_scores[best, row, cursor[best]]
         cursor[best] += 1
         n += 1
+
+
+def warm_up() -> None:
+    """Compiles the merge kernel and the scoring kernels of every dtype, or loads them from the cache on disk."""
+    from ucm_ray.retrieval.bank import BlockBank
+    from ucm_ray.retrieval.packed import DTYPES, Geometry, PackedQuery
+    from ucm_ray.retrieval.wire import merge
+
+    for dtype in DTYPES:
+        geometry = Geometry(1, 1, 2, "mean", dtype)
+        bank = BlockBank(geometry, geometry.record_bytes, num_threads=1)
+        query = PackedQuery(("",), np.zeros((1, *geometry.record_shape), np.float32),
+                            *(np.full(1, value, np.int32) for value in (1, 0, 1)))
+        answer = bank.answer(query)
+    merge(query, [(answer.blocks, answer.scores)], answer.candidates)

@@ -13,7 +13,7 @@ from ucm_ray.retrieval.bank import BlockBank
 from ucm_ray.retrieval.packed import Geometry, PackedAnswer, PackedQuery, Source
 
 DEFAULTS = {"retrieval_workers": 4, "retrieval_cache_size": 10000, "local_window_sz": 2, "init_window_sz": 1,
-            "representation": "mean", "dtype": "bfloat16"}
+            "representation": "mean", "dtype": "bfloat16", "score_threads": None}
 
 
 class RetrievalFuture(Future):
@@ -142,7 +142,7 @@ class Retriever(ABC):
         with self._bank_lock:
             if self._bank is None:
                 self._bank = BlockBank(geometry, geometry.record_bytes * self._settings["retrieval_cache_size"],
-                                       num_threads=self._settings.get("score_threads"))
+                                       num_threads=self._settings["score_threads"])
             elif self._bank.geometry != geometry:
                 raise ValueError(f"blocks of geometry {tuple(geometry)}, expected {tuple(self._bank.geometry)}")
 
