@@ -1,7 +1,8 @@
 """Chunks of other nodes, where every node keeps its own folder: fetched from the owning node's actor, then kept.
 
 Each node runs one `ChunkSource`, which tells the directory what its folder holds and hands chunks out; KV travels
-through Ray's object store. `store_pipeline: "Cache|Peers"` makes an engine's store a folder that fills itself from the others.
+through Ray's object store. `store_pipeline: "Cache|Peers"` makes an engine's store a folder that fills itself from the
+others.
 """
 
 from __future__ import annotations
