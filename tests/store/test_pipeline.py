@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -113,6 +115,17 @@ def test_saving_in_the_background_is_bounded_and_refuses_at_once(tmp_path, monke
 def test_background_writing_runs_at_the_lowest_priority(pipeline):
     assert pipeline._writer.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(10) == 19
     assert os.getpriority(os.PRIO_PROCESS, 0) < 19
+
+
+def test_the_threads_do_not_inherit_the_processor_the_engine_is_bound_to(tmp_path):
+    code = ("import os, sys; import ucm_ray.store.threads; from ucm_ray.store import UcmConnectorFactory\n"
+            "given = os.sched_getaffinity(0); os.sched_setaffinity(0, {min(given)})\n"
+            "store = UcmConnectorFactory.create_connector({'storage_backends': sys.argv[1]}, 0)\n"
+            "assert store._readers.submit(os.sched_getaffinity, 0).result() == given\n"
+            "assert store._writer.submit(os.sched_getaffinity, 0).result() == given\n"
+            "assert os.sched_getaffinity(0) == {min(given)}\n")
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120,
+                   env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
 
 
 def test_closing_finishes_what_was_accepted(pipeline):

@@ -19,7 +19,7 @@ from ucm_ray.bench.report import median, table, write_json
 
 NAMESPACE = "be" * 16
 # the default model
-NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, DTYPE = 30, 3, 64, "bfloat16"
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 30, 3, 64
 DECODING_REQUESTS = 4
 
 
@@ -42,13 +42,24 @@ def main(
     write_json(json_path, result)
 
 
-def _metas(count: int, chunk_tokens: int, prefix: str) -> list:
+def _dtype() -> str:
+    """What the engine computes in on this machine."""
+    import torch
+
+    from ucm_ray.models import cpu_dtype
+
+    return "bfloat16" if torch.cuda.is_available() else cpu_dtype()
+
+
+def _metas(count: int, chunk_tokens: int, prefix: str) -> Iterator:
     import numpy as np
 
     from ucm_ray.store import ChunkMeta
 
-    return [ChunkMeta(f"{index:08x}{prefix}", NAMESPACE, np.arange(chunk_tokens), "be" * 8, 128, NUM_LAYERS,
-                      NUM_KV_HEADS, HEAD_DIM, DTYPE) for index in range(count)]
+    token_ids, dtype = np.arange(chunk_tokens), _dtype()
+    for index in range(count):
+        yield ChunkMeta(f"{index:08x}{prefix}", NAMESPACE, token_ids, "be" * 8, 128, NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM,
+                        dtype)
 
 
 def _kv(chunk_tokens: int):
@@ -56,7 +67,7 @@ def _kv(chunk_tokens: int):
 
     from ucm_ray.store.base import DTYPES
 
-    return torch.randn(NUM_LAYERS, 2, chunk_tokens, NUM_KV_HEADS, HEAD_DIM).to(DTYPES[DTYPE])
+    return torch.randn(NUM_LAYERS, 2, chunk_tokens, NUM_KV_HEADS, HEAD_DIM).to(DTYPES[_dtype()])
 
 
 def _measure_files(root: Path, chunks: int, chunk_tokens: int, threads: int, rounds: int) -> dict[str, float]:
@@ -67,7 +78,7 @@ def _measure_files(root: Path, chunks: int, chunk_tokens: int, threads: int, rou
     """
     from ucm_ray.store import UcmConnectorFactory
 
-    metas, kv = _metas(chunks, chunk_tokens, "f0" * 12), _kv(chunk_tokens)
+    metas, kv = list(_metas(chunks, chunk_tokens, "f0" * 12)), _kv(chunk_tokens)
     store = UcmConnectorFactory.create_connector(
         {"store_pipeline": "Posix", "storage_backends": str(root), "io_threads": threads,
          "cache_capacity_bytes": 2 * chunks * (kv.nbytes + 2**17)}, rank=0)
@@ -156,10 +167,11 @@ class _Saver:
         return self
 
     def _run(self) -> None:
-        metas = iter(_metas(100_000, self._chunk_tokens, f"{self._round:024x}"))
+        metas = _metas(2**31, self._chunk_tokens, f"{self._round:024x}")
         due_s = time.perf_counter()
         while not self._stop.wait(max(0.0, due_s - time.perf_counter())):
-            self._store.save_async(next(metas), self._kv.clone()).add_done_callback(self._count)
+            # the same tensor again: copying it out of the paged cache is the connector's work, not the store's
+            self._store.save_async(next(metas), self._kv).add_done_callback(self._count)
             due_s += self._interval_s
 
     def _count(self, future) -> None:
@@ -184,8 +196,8 @@ def _measure_decoding(root: Path, chunk_tokens: int, rounds: int, decode_tokens:
     from ucm_ray.models import default_model
     from ucm_ray.store import UcmConnectorFactory
 
-    llm = LLM(model=str(default_model()), max_model_len=2048, enforce_eager=True, enable_prefix_caching=False,
-              max_num_seqs=DECODING_REQUESTS, disable_log_stats=True)
+    llm = LLM(model=str(default_model()), dtype=_dtype(), max_model_len=2048, enforce_eager=True,
+              enable_prefix_caching=False, max_num_seqs=DECODING_REQUESTS, disable_log_stats=True)
     store = UcmConnectorFactory.create_connector({"storage_backends": str(root)}, rank=0)
     _decode(llm, 8)
     tokens_per_s = _prefill_rate(llm)

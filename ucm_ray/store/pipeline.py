@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Condition, Lock, get_native_id
+from threading import Condition, Lock
 
 import numpy as np
 import torch
@@ -17,10 +16,10 @@ from ucm_ray.store.base import ChunkMeta, KVStage, StoredChunk
 from ucm_ray.store.cache import CacheStage
 from ucm_ray.store.layers import LayerReader
 from ucm_ray.store.posix import PosixStage
+from ucm_ray.store.threads import run_anywhere, run_when_idle
 
 logger = logging.getLogger("ucm_ray.store")
 
-_LOWEST_PRIORITY = 19
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -40,9 +39,9 @@ class Pipeline(KVStage):
         self.namespace = namespace
         self.io_threads = io_threads
         self.save_queue_bytes = save_queue_bytes
-        self._readers = ThreadPoolExecutor(io_threads, "ucm-store-read")
+        self._readers = ThreadPoolExecutor(io_threads, "ucm-store-read", initializer=run_anywhere)
         # one writer: the order of saves stays, and the disk, not the processor, is what bounds it
-        self._writer = ThreadPoolExecutor(1, "ucm-store-write", initializer=_lowest_priority)
+        self._writer = ThreadPoolExecutor(1, "ucm-store-write", initializer=run_when_idle)
         self._queued_bytes = 0
         self._queued = 0
         self._queue = Condition()
@@ -282,11 +281,3 @@ class Pipeline(KVStage):
         self._readers.shutdown(wait=True, cancel_futures=True)
         for stage in self.stages:
             stage.close()
-
-
-def _lowest_priority() -> None:
-    """Let the calling thread run only where the engine leaves a processor idle (Linux has priorities per thread)."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), _LOWEST_PRIORITY)
-    except (AttributeError, OSError) as error:
-        logger.info("the writing thread keeps its priority: %s", error)

@@ -22,6 +22,7 @@ def register() -> None:
         return
     _registered = True
 
+    import ucm_ray.store.threads  # noqa: F401  remembers this process's processors before vLLM binds it to one
     from torch.nn.modules.module import register_module_module_registration_hook
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
