@@ -78,7 +78,7 @@ class CpuSparseKernel(SparseKernel):
         heads = num_kv_heads // groups
         paged = kv_cache.view(num_blocks * groups, heads, block_size * 2, impl.head_size)
         if view.is_whole_batch:
-            rows = query[: len(view.rows)].view(-1, impl.num_heads // groups, impl.head_size)
+            rows = query[: len(view.rows)].reshape(-1, impl.num_heads // groups, impl.head_size)
             result = output[: len(view.rows)].view_as(rows)
         else:
             rows = query[view.tokens].view(-1, impl.num_heads // groups, impl.head_size)
