@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ucm_ray.blend.chunk import ChunkRecord
 from ucm_ray.blend.index import ChunkIndex
@@ -34,6 +34,7 @@ class ChunkCatalogue:
         self._on_disk: dict[tuple[str, str], set[str]] = {}
         self._lock = threading.Lock()
         self._writing = threading.Lock()
+        self._generation = 0  # goes up when everything is forgotten: what was being read then is void
         self._wake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -72,20 +73,28 @@ class ChunkCatalogue:
             if index is not None:
                 self._update(index, add=records)
 
-    def _update(self, index: ChunkIndex, add: list[ChunkRecord] | None = None, remove: Iterable[str] = ()) -> None:
-        """An index has one writer at a time; readers need no lock."""
+    def _update(self, index: ChunkIndex, add: list[ChunkRecord] | None = None, remove: Iterable[str] = (),
+                generation: int | None = None) -> bool:
+        """An index has one writer at a time; readers need no lock. False if everything was forgotten meanwhile."""
         with self._writing:
+            if generation is not None and generation != self._generation:
+                return False
             if add:
                 index.add([record for record in add if record.key not in index])
             index.remove([key for key in remove if key in index])
+            return True
 
     def remove(self, namespace: str, keys: Iterable[str]) -> None:
         index = self._indexes.get(namespace)
         if index is not None:
             self._update(index, remove=keys)
 
-    def clear(self) -> None:
+    def clear(self, clear_store: Callable[[], object] | None = None) -> None:
+        """Empty every index; `clear_store` removes the files, so that nobody reads their names in between."""
         with self._lock, self._writing:
+            self._generation += 1
+            if clear_store is not None:
+                clear_store()
             for index in self._indexes.values():
                 index.clear()
             self._shelves.clear()
@@ -113,6 +122,7 @@ class ChunkCatalogue:
 
     def _read(self, namespace: str, index: ChunkIndex) -> None:
         """Read headers of files in folders that changed since; names alone tell what is new and what is gone."""
+        generation = self._generation
         for folder in self._posix.folders:
             base = folder.root / namespace
             for shelf in _subfolders(base):
@@ -124,8 +134,9 @@ class ChunkCatalogue:
                 suffix = f".{self._posix.rank}of{self._posix.world_size}.kv"
                 names = {name[: -len(suffix)] for name in _names(shelf) if name.endswith(suffix)}
                 before = self._on_disk.get(key, set())
-                self._add_new(namespace, index, names - before)
-                self._update(index, remove=before - names)
+                if not (self._add_new(namespace, index, names - before, generation)
+                        and self._update(index, remove=before - names, generation=generation)):
+                    return
                 self._on_disk[key], self._shelves[key] = names, modified
         elsewhere = getattr(self._posix, "elsewhere", None)
         if elsewhere is not None:  # folders of other nodes, of which the chunk directory tells
@@ -133,7 +144,7 @@ class ChunkCatalogue:
             index.remove([name for name in gone if name in index])
             index.add([ChunkRecord(*record[:5]) for record in records if record.key not in index])
 
-    def _add_new(self, namespace: str, index: ChunkIndex, names: set[str]) -> None:
+    def _add_new(self, namespace: str, index: ChunkIndex, names: set[str], generation: int) -> bool:
         batch: list[ChunkRecord] = []
         for name in sorted(names):
             if name in index:
@@ -142,9 +153,9 @@ class ChunkCatalogue:
             if header is not None:
                 batch.append(record_of(header.meta))
             if len(batch) == BATCH:
-                self._update(index, add=batch)
+                self._update(index, add=batch, generation=generation)
                 batch = []
-        self._update(index, add=batch)
+        return self._update(index, add=batch, generation=generation)
 
 
 def record_of(meta: ChunkMeta) -> ChunkRecord:

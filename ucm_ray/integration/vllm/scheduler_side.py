@@ -18,6 +18,7 @@ from ucm_ray.blend.analyzer import ChunkAnalyzer
 from ucm_ray.blend.chunk import Chunk, ChunkType
 from ucm_ray.blend.cost_model import CostModel
 from ucm_ray.blend.plan import Decline, Plan, Planner
+from ucm_ray.blend.policies import get_policy
 from ucm_ray.blend.sink import sink_tokens
 from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
 from ucm_ray.integration.vllm.controls import Controls, parse_ucm_params
@@ -84,6 +85,7 @@ class RequestState:
     chunks: list[Chunk] | None = None
     plan: Plan | None = None  # of the latest admission
     loading: bool = False
+    failed: str = ""  # why blending this request broke down
     blended: list[tuple[int, int]] = field(default_factory=list)  # gaps of the accepted plan: new text
     recomputed_ranges: list[tuple[int, int]] = field(default_factory=list)
 
@@ -198,13 +200,16 @@ class SchedulerSide:
         controls = state.controls
         if self._disabled:
             return Decline(self._disabled)
-        if controls.error:
-            return Decline(controls.error)
+        if controls.error or state.failed:
+            return Decline(controls.error or state.failed)
         if controls.blend is False or controls.ingest_from is not None:
             return Decline("switched off by the request")
         reason = unsupported_request(request)
         if reason:
             return Decline(reason)
+        policy = get_policy(controls.policy or self._settings.blend.policy)
+        if getattr(policy, "check_layer", 0) >= self._model_dims[0]:
+            return Decline(f"policy {controls.policy!r}: the model has {self._model_dims[0]} layers")
         if num_computed_tokens >= len(state.token_ids) - 1:
             return Decline("vLLM's own prefix cache holds the whole prompt")
         if state.chunks is None:
@@ -319,7 +324,8 @@ class SchedulerSide:
         receipt.recompute_ms += done.recompute_ms
         if done.error:
             receipt.reused_tokens = receipt.recomputed_tokens = 0
-            receipt.reason = f"blending failed, computed as usual: {done.error}"
+            # once is enough: tried again it would fail again, for ever
+            state.failed = receipt.reason = f"blending failed, computed as usual: {done.error}"
         self._set_prefill_stats(state.request, state, receipt.reused_tokens - receipt.recomputed_tokens)
         if self.cost_model is not None and not done.error:
             self.cost_model.observe(state.plan, done.load_ms, done.recompute_ms)

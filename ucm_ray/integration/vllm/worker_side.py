@@ -22,6 +22,7 @@ from ucm_ray.integration.vllm.placement import make_placer
 from ucm_ray.integration.vllm.plugin import root_module
 from ucm_ray.integration.vllm.self_check import check_engine
 from ucm_ray.integration.vllm.settings import ConnectorSettings
+from ucm_ray.integration.vllm.support import unsupported_layers
 from ucm_ray.integration.vllm.virtual_sequences import Row, VirtualSequences
 from ucm_ray.store import ChunkMeta, StoredChunk, UcmConnectorFactory
 
@@ -62,6 +63,9 @@ class WorkerSide:
         try:
             layers = get_layers_from_vllm_config(self._config, Attention)
             layers = {name: layer for name, layer in layers.items() if name in kv_caches}
+            reason = unsupported_layers(layers)
+            if reason:
+                raise ValueError(reason)
             self._layers = layers
             self._paged = paged_kv_for(layers)
             self._block_ratio = self._config.cache_config.block_size // self._paged.block_size

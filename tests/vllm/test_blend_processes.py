@@ -1,0 +1,97 @@
+"""Blend across processes: tensor parallelism, restarts, other weights, compiled mode, preemption. Small random models."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.small_model import save_small_llama
+
+pytestmark = pytest.mark.engine
+
+
+def run_engine(folder: Path, job: dict, timeout_s: float = 300) -> list[list[dict]]:
+    """Answers of `blend_process.py` to a job."""
+    path = folder / f"job-{random.random()}.json"
+    path.write_text(json.dumps(job))
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if job.get("llm", {}).get("tensor_parallel_size", 1) > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("blend_process.py")), str(path)], cwd=root,
+                          env=environment | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=timeout_s)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert lines, f"the engine gave no answer:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return json.loads(lines[0].removeprefix("ANSWERS "))
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory) -> Path:
+    return save_small_llama(tmp_path_factory.mktemp("small-llama"))
+
+
+def words(seed: int, count: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(2, 510) for _ in range(count)]
+
+
+DOCUMENTS = [words(seed, 128) for seed in range(4)]
+QUESTION = words(99, 24)
+PLAIN = {"blend": False, "save": False}
+SAVE = {"ucm": {"blend": False}, "prompts": [words(50, 64) + sum(DOCUMENTS, [])], "max_tokens": 1}
+PROMPT = words(51, 10) + DOCUMENTS[2] + DOCUMENTS[0] + DOCUMENTS[3] + QUESTION
+
+
+def test_tensor_parallel_ranks_blend_alike_restart_warm_and_survive_one_ranks_bad_file(small_model, tmp_path):
+    job = {"model": str(small_model), "store": str(tmp_path / "store"), "llm": {"tensor_parallel_size": 2}}
+    ask = [{"prompts": [PROMPT], "ucm": {"policy": policy, "budget": 0.2, "save": False}} for policy in ("query", "hkvd@1", "boundary")]
+    everything = {"prompts": [PROMPT], "ucm": {"policy": "query", "budget": 1.0, "save": False}}
+    plain = {"prompts": [PROMPT], "ucm": PLAIN, "forget_prefixes": True}
+    first = run_engine(tmp_path, job | {"turns": [SAVE, *ask, everything, plain]})
+    for (answer,) in first[1:5]:
+        assert answer["receipt"]["reused_tokens"] > 300, answer
+    assert first[4][0]["tokens"] == first[5][0]["tokens"]
+    assert first[4][0]["logprobs"] == pytest.approx(first[5][0]["logprobs"], abs=1e-3)
+    # a new process finds the store warm; rank 1 cannot read one of its files
+    files = sorted((tmp_path / "store").rglob("*.1of2.kv"))
+    assert files and len(files) == len(list((tmp_path / "store").rglob("*.0of2.kv")))
+    for path in files[:3]:
+        path.write_bytes(path.read_bytes()[:-7])
+    second = run_engine(tmp_path, job | {"turns": [everything, plain]})
+    found = second[0][0]["receipt"]
+    assert found["failed_chunks"] >= 1 and found["reused_tokens"] >= 128
+    assert second[0][0]["tokens"] == first[5][0]["tokens"]
+    assert second[0][0]["logprobs"] == pytest.approx(first[5][0]["logprobs"], abs=1e-3)
+
+
+def test_other_weights_never_share_and_compiled_mode_blends(small_model, tmp_path, tmp_path_factory):
+    other = save_small_llama(tmp_path_factory.mktemp("other") / small_model.name, seed=1)
+    store = str(tmp_path / "store")
+    ask = {"prompts": [PROMPT], "ucm": {"policy": "query", "budget": 1.0, "save": False}}
+    plain = {"prompts": [PROMPT], "ucm": PLAIN, "forget_prefixes": True}
+    compiled = {"enforce_eager": False}
+    saved = run_engine(tmp_path, {"model": str(small_model), "store": store, "llm": compiled, "turns": [SAVE, ask, plain]})
+    assert saved[1][0]["receipt"]["reused_tokens"] > 300
+    assert saved[1][0]["tokens"] == saved[2][0]["tokens"]
+    foreign = run_engine(tmp_path, {"model": str(other), "store": store, "turns": [ask]})
+    assert foreign[0][0]["receipt"]["reused_tokens"] == 0
+
+
+def test_a_blended_request_preempted_and_resumed_answers_the_same(small_model, tmp_path):
+    store = str(tmp_path / "store")
+    prompts = [words(60 + i, 10) + DOCUMENTS[i % 4] + DOCUMENTS[(i + 1) % 4] + QUESTION for i in range(4)]
+    ask = {"prompts": prompts, "max_tokens": 120, "ucm": {"policy": "query", "budget": 0.2, "save": False}}
+    # 4 requests grow to 14 blocks each: 40 blocks make some of them wait, lose their blocks and come back
+    turns = [SAVE, *({**ask, "prompts": [prompt], "forget_prefixes": True} for prompt in prompts), {**ask, "forget_prefixes": True}]
+    answers = run_engine(tmp_path, {"model": str(small_model), "store": store, "turns": turns,
+                                    "llm": {"num_gpu_blocks_override": 40, "scheduler_reserve_full_isl": False}})
+    alone = [answer["tokens"] for (answer,) in answers[1:5]]
+    together = answers[5]
+    assert [answer["tokens"] for answer in together] == alone
+    assert all(answer["receipt"]["reused_tokens"] > 150 for answer in together)
