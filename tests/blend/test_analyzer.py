@@ -348,5 +348,11 @@ def test_readers_work_while_a_writer_adds_and_removes():
 def test_wrong_settings_are_named():
     with pytest.raises(ValueError, match="min_match_ratio"):
         ChunkAnalyzer(min_match_ratio=0)
-    with pytest.raises(ValueError, match="anchor_tokens: the index has 8, the analyzer 16"):
-        ChunkAnalyzer().analyze([1], ChunkIndex(8))
+    with pytest.raises(ValueError, match="one dimension"):
+        ChunkAnalyzer().analyze([[1]], ChunkIndex())
+
+
+def test_the_index_says_how_long_anchors_are():
+    document = words(80, 12)
+    assert reused(ChunkAnalyzer().analyze(document, index_of(document, anchor_tokens=8))) == set(range(12))
+    assert reused(ChunkAnalyzer().analyze(document, index_of(document))) == set()

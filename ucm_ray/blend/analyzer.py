@@ -34,8 +34,8 @@ from ucm_ray.blend.chunk import Chunk, ChunkRecord, ChunkType
 from ucm_ray.blend.index import ChunkIndex
 from ucm_ray.blend.rolling_hash import tags_of, window_hashes
 
-_MANY_CANDIDATES = 1024
-"""More candidates than this, none inside another, hardly come from anything but repetitive text."""
+_MANY_CANDIDATES = 256
+"""With more candidates than this, none inside another, those that the others cover together are left out first."""
 
 _BEST_REPEATS = 4
 """Stored chunks laid at each position of repetitive text."""
@@ -76,7 +76,7 @@ class ChunkAnalyzer:
 
     def __init__(self, chunk_size: int = 64, min_match_ratio: float = 0.8, anchor_tokens: int = 16,
                  same_anchor_limit: int = 16):
-        """`anchor_tokens`: shortest text that is found; anchors of the index must have the same length.
+        """`anchor_tokens`: shortest text that is found in indexes made here; a ChunkIndex brings its own length.
 
         `chunk_size`: usual size of stored chunks. A chunk without a whole anchor is found through its neighbours only.
         `same_anchor_limit`: stored chunks tried for one anchor's text. Boilerplate may be stored in thousands of
@@ -105,8 +105,6 @@ class ChunkAnalyzer:
         if not isinstance(index, ChunkIndex):
             records, index = index, ChunkIndex(self.anchor_tokens)
             index.add(records)
-        if index.anchor_tokens != self.anchor_tokens:
-            raise ValueError(f"anchor_tokens: the index has {index.anchor_tokens}, the analyzer {self.anchor_tokens}")
         state = index.snapshot()
         rows, starts, hot = self._find(tokens, state)
         if rows.size == 0:
@@ -115,17 +113,17 @@ class ChunkAnalyzer:
         candidates = self._stretches(state, placements)
         if candidates.start.size == 0:
             return _with_gaps([], len(tokens))
-        picks = _longest_first(candidates, self.anchor_tokens)
+        picks = _longest_first(candidates, state.anchor_tokens)
         return _with_gaps(self._chunks(state, placements, candidates, picks), len(tokens))
 
     def _find(self, tokens: np.ndarray, state) -> tuple[np.ndarray, np.ndarray, bool]:
         """Placements that an anchor hints at, each once: (row, start) int64; and whether the text is repetitive."""
-        tags = tags_of(window_hashes(tokens, self.anchor_tokens))
+        tags = tags_of(window_hashes(tokens, state.anchor_tokens))
         positions, cells = state.anchors.find(tags)
         if positions.size == 0:
             return positions, positions, False
         budget = max(8192, tags.size // 2)
-        repeated = _repetitive(tags, positions, self.anchor_tokens)
+        repeated = _repetitive(tags, positions, state.anchor_tokens)
         hot = np.count_nonzero(repeated) > 256
         repeats = positions[:0], cells[:0]
         if hot:
@@ -134,7 +132,7 @@ class ChunkAnalyzer:
             positions, cells = positions[~repeated], cells[~repeated]
         if positions.size > budget:
             # Many copies of the same text, cut at different offsets: look at one way of cutting.
-            phase = positions % self.anchor_tokens
+            phase = positions % state.anchor_tokens
             kept = phase == np.bincount(phase).argmax()
             positions, cells, hot = positions[kept], cells[kept], True
         limit = min(self.same_anchor_limit, max(1, budget // max(1, positions.size)))
@@ -143,7 +141,7 @@ class ChunkAnalyzer:
         rows = state.rows_of_cells(cells)
         alive = state.alive.take(rows)
         rows, positions, cells = rows[alive], positions[alive], cells[alive]
-        starts = positions - (cells - state.row_cell.take(rows)).astype(np.int64) * self.anchor_tokens
+        starts = positions - (cells - state.row_cell.take(rows)).astype(np.int64) * state.anchor_tokens
         return *_unpacked(np.unique(_packed(rows, starts))), hot
 
     def _best_repeats(self, tokens, state, positions: np.ndarray, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -168,12 +166,12 @@ class ChunkAnalyzer:
         positions = np.repeat(positions, _BEST_REPEATS)
         return positions[cells >= 0], cells[cells >= 0]
 
-    def _agreement(self, state, rows: np.ndarray, positions: np.ndarray, cells: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def _agreement(self, state, rows: np.ndarray, positions: np.ndarray, cells: np.ndarray, tokens) -> np.ndarray:
         """How many tokens of each row agree with the prompt when its cell lies at a position: int64 [rows]."""
-        inside = (cells - state.row_cell.take(rows)).astype(np.int64) * self.anchor_tokens
+        inside = (cells - state.row_cell.take(rows)).astype(np.int64) * state.anchor_tokens
         within = np.arange(int(state.row_length.take(rows).max()))
         in_prompt = (positions - inside)[:, None] + within
-        in_pool = state.row_cell.take(rows).astype(np.int64)[:, None] * self.anchor_tokens + within
+        in_pool = state.row_cell.take(rows).astype(np.int64)[:, None] * state.anchor_tokens + within
         fits = (within < state.row_length.take(rows)[:, None]) & (in_prompt >= 0) & (in_prompt < tokens.size)
         same = tokens.take(in_prompt, mode="clip") == state.pool.take(in_pool, mode="clip")
         return np.where(state.alive.take(rows), (same & fits).sum(1), -1)
@@ -210,7 +208,7 @@ class ChunkAnalyzer:
         first = np.cumsum(count) - count
         within = np.arange(int(count.sum()))
         in_prompt = within + np.repeat(starts + low - first, count)
-        in_pool = within + np.repeat(state.row_cell.take(rows) * np.int64(self.anchor_tokens) + low - first, count)
+        in_pool = within + np.repeat(state.row_cell.take(rows) * np.int64(state.anchor_tokens) + low - first, count)
         agree = tokens.take(in_prompt) == state.pool.take(in_pool)
         agreeing = np.add.reduceat(agree, first, dtype=np.int64)
         whole = agreeing >= self.min_match_ratio * count - 1e-9
@@ -267,8 +265,8 @@ class ChunkAnalyzer:
         agreeing = np.flatnonzero(placed.agree)
         begin = agreeing[np.searchsorted(agreeing, begin)]
         end = agreeing[np.searchsorted(agreeing, end) - 1] + 1
-        anchors = self._agreeing_anchors(placed)
-        sound = np.searchsorted(anchors, end - self.anchor_tokens, "right") > np.searchsorted(anchors, begin)
+        anchors = self._agreeing_anchors(placed, state.anchor_tokens)
+        sound = np.searchsorted(anchors, end - state.anchor_tokens, "right") > np.searchsorted(anchors, begin)
         begin, end = begin[sound], end[sound]
         row = np.searchsorted(placed.first, begin, "right") - 1
         start = placed.position[begin]
@@ -277,9 +275,8 @@ class ChunkAnalyzer:
         differing = end - begin - (agreeing_before[end] - agreeing_before[begin])
         return _Candidates(start, start + end - begin, begin, differing, moved)
 
-    def _agreeing_anchors(self, placed: _Placements) -> np.ndarray:
+    def _agreeing_anchors(self, placed: _Placements, size: int) -> np.ndarray:
         """Indices, among the compared tokens, where a stored anchor begins all of whose tokens agree. Sorted."""
-        size = self.anchor_tokens
         skipped = -placed.low % size
         count = np.maximum(placed.high - placed.low - skipped, 0) // size
         begin = np.repeat(placed.first + skipped, count) + size * (
