@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ucm_ray.config import Settings, load_settings
 
 _PROGRESS_S = 15.0
+_GRACE_S = 10.0
 
 
 class StartError(RuntimeError):
@@ -34,7 +35,7 @@ def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bo
         signal.signal(number, lambda *_: _interrupt(stop))
 
     started_s = time.monotonic()
-    ray = None
+    ready = False
     try:
         with _progress(started_s):
             import ray
@@ -47,15 +48,32 @@ def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bo
             app = application(settings)
             serve.start(http_options={"host": settings.service.host, "port": settings.service.port})
             _deploy(serve, app)
+        ready = True
         _say(ready_text(settings, time.monotonic() - started_s))
         stop.wait()
     except KeyboardInterrupt:
         pass  # Ctrl-C is how this ends
     finally:
-        if ray is not None and ray.is_initialized():
-            _say("stopping ...")
+        _say("stopping ...")
+        _stop(drain=ready or address is not None)
+
+
+def _stop(drain: bool) -> None:
+    """Let requests in flight finish if `drain`, then end Ray and whatever of ours is still there."""
+    import psutil
+    import ray
+    from ray import serve
+
+    ours = psutil.Process().children(recursive=True)
+    if ray.is_initialized():
+        if drain:
             serve.shutdown()
-            ray.shutdown()
+        ray.shutdown()
+    # an engine whose replica was killed while loading would go on loading
+    _, left = psutil.wait_procs(ours, timeout=_GRACE_S)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _deploy(serve: Any, app: Any) -> None:
