@@ -36,10 +36,16 @@ def main(
     """Speed of saving and loading chunks, and what saving adds to TPOT."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="ucm-bench-store-") as root:
         result = _measure_files(Path(root) / "files", chunks, chunk_tokens, threads, rounds)
+        _show(result)
         if decode_rounds:
-            result |= _measure_decoding(Path(root) / "decode", chunk_tokens, decode_rounds, decode_tokens)
-    typer.echo(table([{"what": name, "value": value} for name, value in result.items()]))
+            decoding = _measure_decoding(Path(root) / "decode", chunk_tokens, decode_rounds, decode_tokens)
+            _show(decoding)
+            result |= decoding
     write_json(json_path, result)
+
+
+def _show(numbers: dict) -> None:
+    typer.echo(table([{"what": name, "value": value} for name, value in numbers.items()]))
 
 
 def _dtype() -> str:

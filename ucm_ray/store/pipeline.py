@@ -45,7 +45,8 @@ class Pipeline(KVStage):
         self._queued_bytes = 0
         self._queued = 0
         self._queue = Condition()
-        self._loading: dict[tuple[str, str], Future[StoredChunk | None]] = {}
+        # what is being read, and the future that others wait on if there are any
+        self._loading: dict[tuple[str, str], Future[StoredChunk | None] | None] = {}
         self._loading_lock = Lock()
         self._removals = 0
         for stage in self.stages[:-1]:
@@ -85,21 +86,25 @@ class Pipeline(KVStage):
         chunk = self._from_front(namespace, key)
         if chunk is not None:
             return chunk
+        name = (namespace, key)
         with self._loading_lock:
-            future = self._loading.get((namespace, key))
-            mine = future is None
-            if mine:
-                future = self._loading[namespace, key] = Future()
-        if mine:
-            try:
-                future.set_result(self._from_behind(namespace, key))
-            except BaseException as error:
-                future.set_exception(error)
-                raise
-            finally:
-                with self._loading_lock:
-                    del self._loading[namespace, key]
-        return future.result()
+            first = name not in self._loading
+            if first:
+                self._loading[name] = None
+            elif self._loading[name] is None:
+                self._loading[name] = Future()
+            others = self._loading[name]
+        if not first:
+            return others.result()
+        chunk = None
+        try:
+            chunk = self._from_behind(namespace, key)
+        finally:
+            with self._loading_lock:
+                others = self._loading.pop(name)
+            if others is not None:
+                others.set_result(chunk)
+        return chunk
 
     def _from_front(self, namespace: str, key: str) -> StoredChunk | None:
         chunk = self.stages[0].load(namespace, key) if len(self.stages) > 1 else None
