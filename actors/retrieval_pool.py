@@ -211,7 +211,7 @@ class RetrievalPool:
                     ray.get(ref)
                     started[name] = handle
                 except ray.exceptions.RayError as error:
-                    logger.warning("retrieval shard %s did not start: %s", name, str(error).splitlines()[0])
+                    logger.warning("retrieval shard %s did not start: %s", name, str(error).strip().splitlines()[-1])
                     with self._lock:
                         if name in self._pending:
                             self._pending[name] = (handle, handle.warm_up.remote())

@@ -141,6 +141,7 @@ def test_records_read_back_are_the_ones_written():
     bank.upsert(["a", "b", "c"], records)
     found, read = bank.read(["c", "x", "a"])
     assert found == ["c", "a"] and torch.equal(read, records[[2, 0]])
+    assert bank.read(["x"])[1].shape == (0, *GEOMETRY.record_shape)
 
 
 def test_lists_not_heard_of_expire():

@@ -48,6 +48,7 @@ class BlockBank:
         self._free_rows: list[int] = []
         self._tables = Tables(*(np.full((0, 0), -1, np.int32) for _ in range(3)), np.zeros(0, np.int32))
         self._row_used = np.zeros(0, np.int64)
+        self._reserve(1, 1)
         self._evicted = 0
         self._refused = 0
 
@@ -157,8 +158,6 @@ class BlockBank:
         """Number of blocks in each request's list, int32; 0 for unknown requests."""
         with self._lock:
             rows = self.rows(request_ids)
-            if not len(self._tables.lengths):
-                return np.zeros(len(rows), np.int32)
             return np.where(rows >= 0, self._tables.lengths[rows], 0).astype(np.int32)
 
     def request_keys(self, request_id: str) -> list[str]:

@@ -208,7 +208,8 @@ class RetrievalClient(Retriever):
             self._deadlines.add(now, lambda: self._fall_back(pending, self._why_unusable(view)))
             return future
         # Leave time to score locally before the deadline, but give the shards at least half of it.
-        margin_s = min(0.15 * deadline_s + 3 * self._local_s, deadline_s / 2) if "local" in self._fallbacks else 0.0005
+        scoring_s = 0.1 * deadline_s + 3 * self._local_s if "local" in self._fallbacks else 0.0
+        margin_s = min(0.05 * deadline_s + scoring_s, deadline_s / 2)
         self._deadlines.add(pending.expires_s - margin_s, lambda: self._expire(pending))
         num_pieces = wire.answer_pieces(query, int(expected.max()) if expected.size else 0)
         names = tuple(map(view.names.get, query.request_ids, itertools.repeat("")))

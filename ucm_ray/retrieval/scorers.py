@@ -62,8 +62,10 @@ class CpuScorer(Scorer):
         self._arena[slots] = _as_numpy(records).view(self._dtype).reshape(len(slots), *self._arena.shape[1:])
 
     def read(self, slots):
-        rows = self._arena[slots].reshape(len(slots), -1)
-        return torch.from_numpy(rows).view(self._geometry.torch_dtype).view(-1, *self._geometry.record_shape)
+        shape = (len(slots), *self._geometry.record_shape)
+        if not len(slots):
+            return torch.empty(shape, dtype=self._geometry.torch_dtype)
+        return torch.from_numpy(self._arena[slots]).view(self._geometry.torch_dtype).view(shape)
 
     def answer(self, query, rows, stop, tables, generations, last_used, tick, select=True):
         features = query.grouped_features
