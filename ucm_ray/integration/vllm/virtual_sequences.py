@@ -42,6 +42,8 @@ class VirtualSequences:
         self._vllm_config = vllm_config
         self.max_rows = vllm_config.scheduler_config.max_num_seqs
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.skip_compiled = False
+        """Run the model's Python instead of its compiled form (as passes over the first layers always do)."""
         self._layer_index = {id(paged.layers[name]): index for index, name in enumerate(paged.names)}
         first = paged.layers[paged.names[0]]
         # a builder of our own: the runner's may hold buffers staged for the engine's step
@@ -98,11 +100,12 @@ class VirtualSequences:
             set_forward_context(
                 {name: attn_metadata for name in self.paged.names}, self._vllm_config, num_tokens=len(positions),
                 slot_mapping={name: slot_mapping for name in self.paged.names},
-                skip_compiled=num_layers is not None,
+                skip_compiled=self.skip_compiled or num_layers is not None,
             ),
             first_layers(self.model, num_layers),
         ):
-            self.model(input_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device),
+            # dtypes as the runner's: a compiled model was traced with them and checks nothing
+            self.model(input_ids=torch.from_numpy(token_ids.astype(np.int32)).to(device),
                        positions=torch.from_numpy(positions.astype(np.int64)).to(device))
 
 

@@ -75,7 +75,10 @@ class WorkerSide:
             self._placer = make_placer(self._paged, self._corrector)
             self._observer = QuestionObserver(self._paged, layers)
             if self._settings.blend.enabled:
+                # the model is compiled by vLLM's own warm-up, later and under settings of its own
+                self._virtual.skip_compiled = True
                 check_engine(self._virtual, self._corrector, self._config.model_config.get_vocab_size())
+                self._virtual.skip_compiled = False
             self._ready = True
         except Exception as error:
             logger.exception("blending is off: this engine cannot be used for it")
