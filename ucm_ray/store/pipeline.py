@@ -21,6 +21,7 @@ from ucm_ray.store.threads import run_anywhere, run_when_idle
 logger = logging.getLogger("ucm_ray.store")
 
 _CLOSE_TIMEOUT_S = 30.0
+_WRITERS = 2
 
 
 class Pipeline(KVStage):
@@ -40,8 +41,8 @@ class Pipeline(KVStage):
         self.io_threads = io_threads
         self.save_queue_bytes = save_queue_bytes
         self._readers = ThreadPoolExecutor(io_threads, "ucm-store-read", initializer=run_anywhere)
-        # one writer: the order of saves stays, and the disk, not the processor, is what bounds it
-        self._writer = ThreadPoolExecutor(1, "ucm-store-write", initializer=run_when_idle)
+        # writing is waiting for the disk: a second chunk is prepared while the first one is forced out
+        self._writer = ThreadPoolExecutor(_WRITERS, "ucm-store-write", initializer=run_when_idle)
         self._queued_bytes = 0
         self._queued = 0
         self._queue = Condition()
