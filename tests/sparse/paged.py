@@ -41,8 +41,17 @@ class Paged:
             blocks = self.blocks[request_id]
             while len(blocks) * BLOCK < computed + count:
                 blocks.append(self.free.pop())
-            metas.append(ReqMeta(request_id, index, count, computed, list(blocks),
-                                 num_prompt_tokens=self.prompts[request_id], sparse_ratio=self.ratios[request_id]))
+            metas.append(
+                ReqMeta(
+                    request_id,
+                    index,
+                    count,
+                    computed,
+                    list(blocks),
+                    num_prompt_tokens=self.prompts[request_id],
+                    sparse_ratio=self.ratios[request_id],
+                )
+            )
             self.lengths[request_id] = computed + count
             starts.append(starts[-1] + count)
         metadata = EsaMetadata(metas, starts)

@@ -16,9 +16,16 @@ def test_the_seeds_configuration_block_is_read_as_it_stands():
     assert EsaConfig.from_dict(block) == EsaConfig(sparse_ratio=0.2, retrieval_stride=3)
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("sparse_ratio", 1.5), ("static_share", -0.1), ("retrieval_stride", 0), ("min_blocks", -1), ("fallback", "never"),
-])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sparse_ratio", 1.5),
+        ("static_share", -0.1),
+        ("retrieval_stride", 0),
+        ("min_blocks", -1),
+        ("fallback", "never"),
+    ],
+)
 def test_an_impossible_value_is_named(key, value):
     with pytest.raises(ValueError, match=rf"ESA\.{key}.*{value}"):
         EsaConfig(**{key: value})
@@ -57,7 +64,9 @@ def test_an_unknown_method_lists_the_known():
 def test_a_method_can_be_registered_once():
     UcmSparseFactory.register("ESA2", "ucm_ray.sparse.esa", "ESA")
     try:
-        assert UcmSparseFactory.create_sparse_method("ESA2", UcmSparseRole.SCHEDULER, {}).role is UcmSparseRole.SCHEDULER
+        assert (
+            UcmSparseFactory.create_sparse_method("ESA2", UcmSparseRole.SCHEDULER, {}).role is UcmSparseRole.SCHEDULER
+        )
         with pytest.raises(ValueError, match="already registered"):
             UcmSparseFactory.register("ESA2", "elsewhere", "ESA")
     finally:

@@ -16,7 +16,13 @@ _spec = importlib.util.spec_from_file_location("esa_paged", Path(__file__).with_
 paged = sys.modules.setdefault("esa_paged", importlib.util.module_from_spec(_spec))
 _spec.loader.exec_module(paged)
 BLOCK, DIM, HEADS, KV_HEADS, LAYERS, Paged = (
-    paged.BLOCK, paged.DIM, paged.HEADS, paged.KV_HEADS, paged.LAYERS, paged.Paged)
+    paged.BLOCK,
+    paged.DIM,
+    paged.HEADS,
+    paged.KV_HEADS,
+    paged.LAYERS,
+    paged.Paged,
+)
 
 
 def make_esa(retriever=None, **config) -> ESA:
@@ -30,12 +36,7 @@ def test_the_seeds_usage_example_runs_as_written():
     metadata = EsaMetadata([ReqMeta("r", 0, 1, 27, list(range(7)))], [0, 1])
 
     esa = UcmSparseFactory.create_sparse_method(
-        "ESA",
-        UcmSparseRole.WORKER,
-        {
-            "sparse_ratio": 0.3,
-            "local_window_sz": 2
-        }
+        "ESA", UcmSparseRole.WORKER, {"sparse_ratio": 0.3, "local_window_sz": 2}
     )
     esa.register_kv_caches(kv_caches)
 

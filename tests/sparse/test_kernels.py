@@ -46,26 +46,44 @@ def test_sparse_and_dense_rows_of_a_batch_equal_the_reference(group, scheduled):
     prompts = [700, 833, 512]
     prefill = EsaMetadata(
         [ReqMeta(str(row), row, 1, lengths[row] - 1, blocks[row], num_prompt_tokens=prompts[row]) for row in range(3)],
-        [0, 1, 2, 3])
+        [0, 1, 2, 3],
+    )
     esa.attention_begin(0, torch.randn(3, heads, DIM), None, None, prefill)
     esa.finish_step()
 
     ratios = [None if count == 1 else 1.0 for count in scheduled]
     starts = torch.tensor([0, *scheduled]).cumsum(0).tolist()
-    metas = [ReqMeta(str(row), row, count, lengths[row], blocks[row], num_prompt_tokens=prompts[row] if count == 1 else 2000,
-                     sparse_ratio=ratios[row]) for row, count in enumerate(scheduled)]
+    metas = [
+        ReqMeta(
+            str(row),
+            row,
+            count,
+            lengths[row],
+            blocks[row],
+            num_prompt_tokens=prompts[row] if count == 1 else 2000,
+            sparse_ratio=ratios[row],
+        )
+        for row, count in enumerate(scheduled)
+    ]
     metadata = EsaMetadata(metas, starts)
     query = torch.randn(starts[-1], 2 * heads, DIM)[:, :heads]  # a slice of a fused projection, as in the engine
     esa.attention_begin(0, query, None, None, metadata)
     assert metadata.view.rows == [row for row, count in enumerate(scheduled) if count == 1]
 
-    seq_lens = torch.tensor([length + count for length, count in zip(lengths, scheduled, strict=True)], dtype=torch.int32)
+    seq_lens = torch.tensor(
+        [length + count for length, count in zip(lengths, scheduled, strict=True)], dtype=torch.int32
+    )
     query_start = torch.tensor(starts, dtype=torch.int32)
     engine = CPUAttentionMetadata(
-        num_actual_tokens=starts[-1], max_query_len=max(scheduled), query_start_loc=query_start, seq_lens=seq_lens,
-        max_seq_len=int(seq_lens.max()), block_table=torch.tensor(blocks, dtype=torch.int32),
+        num_actual_tokens=starts[-1],
+        max_query_len=max(scheduled),
+        query_start_loc=query_start,
+        seq_lens=seq_lens,
+        max_seq_len=int(seq_lens.max()),
+        block_table=torch.tensor(blocks, dtype=torch.int32),
         slot_mapping=torch.zeros(starts[-1], dtype=torch.int64),
-        scheduler_metadata=_schedule(impl, layer, seq_lens, query_start, heads, KV_HEADS, torch.float32))
+        scheduler_metadata=_schedule(impl, layer, seq_lens, query_start, heads, KV_HEADS, torch.float32),
+    )
     output = torch.zeros(starts[-1], heads, DIM)
     CpuSparseKernel().attend(impl, layer, query, cache, engine, output, metadata.view)
 
@@ -78,6 +96,11 @@ def as_cpu_cache(plain: torch.Tensor, isa: str) -> torch.Tensor:
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK, 2 * DIM)
     key_cache, value_cache = cache.view(BLOCKS, KV_HEADS, 2 * BLOCK, DIM).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(
-        plain[0].flatten(0, 1).contiguous(), plain[1].flatten(0, 1).contiguous(), key_cache, value_cache,
-        torch.arange(BLOCKS * BLOCK), isa)
+        plain[0].flatten(0, 1).contiguous(),
+        plain[1].flatten(0, 1).contiguous(),
+        key_cache,
+        value_cache,
+        torch.arange(BLOCKS * BLOCK),
+        isa,
+    )
     return cache

@@ -39,17 +39,30 @@ class Geometry:
 
 
 GEOMETRIES = {
-    "llama-2-7b-4-layers": Geometry("llama-2-7b-4-layers", {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 65536}, 65536),
+    "llama-2-7b-4-layers": Geometry(
+        "llama-2-7b-4-layers",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 32000,
+            "max_position_embeddings": 65536,
+        },
+        65536,
+    ),
     "default": Geometry("default", None, 8192),
 }
 
 
 def main(
-    geometry: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(GEOMETRIES)}.")] = ",".join(GEOMETRIES),
+    geometry: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(GEOMETRIES)}.")] = ",".join(
+        GEOMETRIES
+    ),
     contexts: Annotated[str, typer.Option(help="Tokens of context; those above a geometry's maximum are left out.")] = (
-        "1024,4096,16384"),
+        "1024,4096,16384"
+    ),
     batches: Annotated[str, typer.Option(help="Requests decoding together.")] = "1,4",
     ratios: Annotated[str, typer.Option(help="Shares of the middle blocks that are read.")] = "0.1,0.3",
     rounds: Annotated[int, typer.Option(help="Repetitions; dense and sparse take turns, the median counts.")] = 3,
@@ -68,8 +81,13 @@ def main(
         if name not in GEOMETRIES:
             raise typer.BadParameter(f"geometry: found {name!r}, expected one of {', '.join(GEOMETRIES)}")
         job = {
-            "geometry": name, "contexts": _numbers(contexts, int), "batches": _numbers(batches, int),
-            "ratios": _numbers(ratios, float), "rounds": rounds, "stride": stride, "min_saved_bytes": min_saved_bytes,
+            "geometry": name,
+            "contexts": _numbers(contexts, int),
+            "batches": _numbers(batches, int),
+            "ratios": _numbers(ratios, float),
+            "rounds": rounds,
+            "stride": stride,
+            "min_saved_bytes": min_saved_bytes,
         }
         found = _in_a_process(job)
         rows += found["rows"]
@@ -77,8 +95,10 @@ def main(
     typer.echo(table([{column: row[column] for column in COLUMNS} for row in rows]))
     crossover = crossovers(rows)
     for line in crossover:
-        typer.echo(f"{line['geometry']}, batch {line['batch']}, ratio {line['ratio']}: "
-                   f"faster from {line['faster_from'] or 'nowhere'} tokens of those measured")
+        typer.echo(
+            f"{line['geometry']}, batch {line['batch']}, ratio {line['ratio']}: "
+            f"faster from {line['faster_from'] or 'nowhere'} tokens of those measured"
+        )
     write_json(json_path, {"rows": rows, "crossover": crossover, "engines": notes})
 
 
@@ -86,8 +106,10 @@ def crossovers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each geometry, batch and ratio the smallest context from which on ESA is faster in every measured one."""
     found = []
     for key in sorted({(row["geometry"], row["batch"], row["ratio"]) for row in rows}):
-        mine = sorted((row for row in rows if (row["geometry"], row["batch"], row["ratio"]) == key),
-                      key=lambda row: row["context"])
+        mine = sorted(
+            (row for row in rows if (row["geometry"], row["batch"], row["ratio"]) == key),
+            key=lambda row: row["context"],
+        )
         faster_from = None
         for row in reversed(mine):
             if row["speedup"] <= 1.0:
@@ -112,7 +134,9 @@ def _in_a_process(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rows.json"
         environment = {
-            **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_CPU_KVCACHE_SPACE": str(_cache_gib(job)),
         }
         code = "import sys; from ucm_ray.bench.esa import run_engine; run_engine(sys.argv[1], sys.argv[2])"
@@ -148,14 +172,28 @@ def run_engine(job_json: str, answer: str) -> None:
     if job["min_saved_bytes"] is not None:
         esa["min_saved_bytes"] = job["min_saved_bytes"]
     transfer = KVTransferConfig(
-        kv_connector="FillConnector", kv_connector_module_path="ucm_ray.integration.vllm.esa_fill", kv_role="kv_both",
-        kv_connector_extra_config={"ucm_sparse_config": {"ESA": esa}})
+        kv_connector="FillConnector",
+        kv_connector_module_path="ucm_ray.integration.vllm.esa_fill",
+        kv_role="kv_both",
+        kv_connector_extra_config={"ucm_sparse_config": {"ESA": esa}},
+    )
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
-            str(geometry.folder(Path(folder))), dtype=DTYPE, load_format="auto" if geometry.config is None else "dummy",
-            skip_tokenizer_init=True, enforce_eager=True, block_size=32, enable_prefix_caching=False, seed=0,
-            max_model_len=max(contexts) + 256, max_num_seqs=max(job["batches"]), kv_transfer_config=transfer,
-            max_num_batched_tokens=max(512, max(job["batches"])), async_scheduling=False, disable_log_stats=True)
+            str(geometry.folder(Path(folder))),
+            dtype=DTYPE,
+            load_format="auto" if geometry.config is None else "dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            block_size=32,
+            enable_prefix_caching=False,
+            seed=0,
+            max_model_len=max(contexts) + 256,
+            max_num_seqs=max(job["batches"]),
+            kv_transfer_config=transfer,
+            max_num_batched_tokens=max(512, max(job["batches"])),
+            async_scheduling=False,
+            disable_log_stats=True,
+        )
     rows = []
     for context in contexts:
         for batch in job["batches"]:
@@ -164,20 +202,27 @@ def run_engine(job_json: str, answer: str) -> None:
 
 
 def time_batch(llm, job: dict[str, Any], context: int, batch: int) -> list[dict[str, Any]]:
-    """Dense and every ratio in turn, `rounds` times; per round the mean over whole strides, of the rounds the median."""
+    """Dense and every ratio in turn, `rounds` times. A round is a mean over whole strides; the median counts."""
     ratios = [1.0, *job["ratios"]]
     times: dict[float, list[float]] = {ratio: [] for ratio in ratios}
     for _ in range(job["rounds"]):
         for ratio in ratios:
             times[ratio].append(_decode(llm, context, batch, ratio, 2 * job["stride"]))
     dense = statistics.median(times[1.0])
-    return [{
-        "geometry": job["geometry"], "context": context, "batch": batch, "ratio": ratio,
-        "tpot_dense_ms": dense * 1e3, "tpot_esa_ms": statistics.median(times[ratio]) * 1e3,
-        "speedup": dense / statistics.median(times[ratio]),
-        "rounds_dense_ms": [value * 1e3 for value in times[1.0]],
-        "rounds_esa_ms": [value * 1e3 for value in times[ratio]],
-    } for ratio in job["ratios"]]
+    return [
+        {
+            "geometry": job["geometry"],
+            "context": context,
+            "batch": batch,
+            "ratio": ratio,
+            "tpot_dense_ms": dense * 1e3,
+            "tpot_esa_ms": statistics.median(times[ratio]) * 1e3,
+            "speedup": dense / statistics.median(times[ratio]),
+            "rounds_dense_ms": [value * 1e3 for value in times[1.0]],
+            "rounds_esa_ms": [value * 1e3 for value in times[ratio]],
+        }
+        for ratio in job["ratios"]
+    ]
 
 
 def _decode(llm, context: int, batch: int, ratio: float, steps: int) -> float:
@@ -186,8 +231,13 @@ def _decode(llm, context: int, batch: int, ratio: float, steps: int) -> float:
 
     engine = llm.llm_engine
     for index in range(batch):
-        params = SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True, detokenize=False, extra_args={
-            "kv_transfer_params": {"ucm": {"sparse_ratio": ratio}}})
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=steps + 8,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"ucm": {"sparse_ratio": ratio}}},
+        )
         prompt = {"prompt_token_ids": [(index + 7 * position) % 30000 + 3 for position in range(context)]}
         engine.add_request(f"{context}-{batch}-{ratio}-{index}-{time.monotonic_ns()}", prompt, params)
     for _ in range(3):  # the last prompt token, the first selection, a first decode step

@@ -12,8 +12,10 @@ BLOCK_SIZE = 32
 COLUMNS = ("representation", "ratio", "mass", "mass_worst_head", "oracle_mass", "kl", "agreement")
 # The seed scores means, one selection for all heads of a layer and nothing static; the next three differ from the
 # default in what they name only.
+# `mean_128` is the seed's method on the 128-token blocks of UCM's accelerators.
 METHODS: dict[str, dict[str, Any]] = {
     "mean": {"representation": "mean", "static_share": 0.0, "per_head": False},
+    "mean_128": {"representation": "mean", "static_share": 0.0, "per_head": False, "block_size": 128},
     "minmax": {"representation": "minmax", "static_share": 0.0},
     "mean_std": {"representation": "mean_std", "static_share": 0.0},
     "cumulant": {"representation": "cumulant", "static_share": 0.0},
@@ -41,14 +43,24 @@ def main(
     changes = {} if stride is None else {"retrieval_stride": stride}
     rows = evaluate(names, shares, contexts, context_tokens, tokens, changes)
     typer.echo(table([{column: row[column] for column in COLUMNS} for row in rows]))
-    write_json(json_path, {"rows": rows, "context_tokens": context_tokens, "contexts": contexts, "tokens": tokens,
-                           "block_size": BLOCK_SIZE, **changes})
+    write_json(
+        json_path,
+        {
+            "rows": rows,
+            "context_tokens": context_tokens,
+            "contexts": contexts,
+            "tokens": tokens,
+            "block_size": BLOCK_SIZE,
+            **changes,
+        },
+    )
     if plot is not None:
         draw(rows, plot)
 
 
-def evaluate(names: list[str], ratios: list[float], contexts: int, context_tokens: int, tokens: int,
-             changes: dict[str, Any]) -> list[dict[str, Any]]:
+def evaluate(
+    names: list[str], ratios: list[float], contexts: int, context_tokens: int, tokens: int, changes: dict[str, Any]
+) -> list[dict[str, Any]]:
     """One row per method and ratio, over all texts."""
     import torch
 
@@ -59,7 +71,9 @@ def evaluate(names: list[str], ratios: list[float], contexts: int, context_token
             decoder.prefill(text[:context_tokens])
             dense = decoder.decode(text[context_tokens:], None, None)
             for (name, ratio), measure in measured.items():
-                sparse = decoder.decode(text[context_tokens:], {**METHODS[name], **changes, "sparse_ratio": ratio}, measure)
+                sparse = decoder.decode(
+                    text[context_tokens:], {**METHODS[name], **changes, "sparse_ratio": ratio}, measure
+                )
                 measure.compare(dense, sparse)
     return [{"representation": name, "ratio": ratio, **measure.row()} for (name, ratio), measure in measured.items()]
 
@@ -72,7 +86,9 @@ def texts(tokenizer, count: int, length: int) -> list:
 
     documents = Path(__file__).parent.parent / "bench" / "data" / "documents.jsonl"
     joined = "\n\n".join(
-        f"{item['title']}\n\n{item['text']}" for item in map(json.loads, documents.read_text(encoding="utf-8").splitlines()))
+        f"{item['title']}\n\n{item['text']}"
+        for item in map(json.loads, documents.read_text(encoding="utf-8").splitlines())
+    )
     ids = torch.tensor(tokenizer(joined)["input_ids"])
     if len(ids) < length:
         raise ValueError(f"{documents}: found {len(ids)} tokens of text, expected at least {length}")
@@ -101,9 +117,14 @@ class _Measured:
         mass, oracle = torch.stack(self.mass), torch.stack(self.oracle)
         kl, agreement = torch.stack(self.kl), torch.stack(self.agreement)
         return {
-            "mass": float(mass.mean()), "mass_worst_head": float(mass.mean(0).min()), "oracle_mass": float(oracle.mean()),
-            "mass_of_oracle": float(mass.mean() / oracle.mean()), "kl": float(kl.mean()),
-            "kl_by_text": kl.mean(1).tolist(), "agreement": float(agreement.mean())}
+            "mass": float(mass.mean()),
+            "mass_worst_head": float(mass.mean(0).min()),
+            "oracle_mass": float(oracle.mean()),
+            "mass_of_oracle": float(mass.mean() / oracle.mean()),
+            "kl": float(kl.mean()),
+            "kl_by_text": kl.mean(1).tolist(),
+            "agreement": float(agreement.mean()),
+        }
 
 
 class _Decoder:
@@ -119,13 +140,16 @@ class _Decoder:
         folder = default_model()
         ALL_ATTENTION_FUNCTIONS.register("ucm_esa_eval", lambda module, *args, **kwargs: self._attend(module, *args))
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="ucm_esa_eval")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="ucm_esa_eval"
+        )
         config = self.model.config
         self.layers, self.kv_heads = config.num_hidden_layers, config.num_key_value_heads
         self.head_dim = config.hidden_size // config.num_attention_heads
-        size = -(-max_tokens // BLOCK_SIZE) * BLOCK_SIZE
+        size = -(-max_tokens // 128) * 128
         self.keys, self.values = (
-            [torch.zeros(self.kv_heads, size, self.head_dim) for _ in range(self.layers)] for _ in "kv")
+            [torch.zeros(self.kv_heads, size, self.head_dim) for _ in range(self.layers)] for _ in "kv"
+        )
         self.esa = self.metadata = self.measure = None
         self.tails: list = [None] * self.layers
 
@@ -138,7 +162,7 @@ class _Decoder:
         """Logits `[len(token_ids), vocabulary]` that predict what follows each token; None: dense."""
         import torch
 
-        self.esa = self._make_esa(config) if config is not None else None
+        self.esa = self._make_esa(dict(config)) if config is not None else None
         self.measure = measure
         logits = []
         for index, token in enumerate(token_ids):
@@ -161,16 +185,24 @@ class _Decoder:
 
         self.start = start
         positions = torch.arange(start, start + len(token_ids))[None]
-        hidden = self.model.model(input_ids=token_ids[None], position_ids=positions, use_cache=False).last_hidden_state[0]
+        hidden = self.model.model(input_ids=token_ids[None], position_ids=positions, use_cache=False).last_hidden_state[
+            0
+        ]
         return self.model.lm_head(hidden[-1:])
 
     def _make_esa(self, config: dict[str, Any]):
         """ESA that has just seen the prompt, by its last queries and its keys."""
+        self.block_size = config.pop("block_size", BLOCK_SIZE)
         from ucm_ray.sparse import UcmSparseFactory, UcmSparseRole
 
         esa = UcmSparseFactory.create_sparse_method("ESA", UcmSparseRole.WORKER, config)
-        esa.register_kv_caches(self.keys, read_keys=self._read_keys, block_size=BLOCK_SIZE, num_kv_heads=self.kv_heads,
-                               head_dim=self.head_dim)
+        esa.register_kv_caches(
+            self.keys,
+            read_keys=self._read_keys,
+            block_size=self.block_size,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+        )
         tail = len(self.tails[0])
         metadata = self._metadata(self.prompt - tail, tail)
         for layer in range(self.layers):
@@ -182,12 +214,12 @@ class _Decoder:
         from ucm_ray.sparse import ReqMeta
         from ucm_ray.sparse.esa import EsaMetadata
 
-        blocks = list(range(-(-(computed + scheduled) // BLOCK_SIZE)))
+        blocks = list(range(-(-(computed + scheduled) // self.block_size)))
         meta = ReqMeta("text", 0, scheduled, computed, blocks, num_prompt_tokens=self.prompt)
         return EsaMetadata([meta], [0, scheduled])
 
     def _read_keys(self, layer: int, block_ids):
-        blocks = self.keys[layer].view(self.kv_heads, -1, BLOCK_SIZE, self.head_dim)[:, block_ids]
+        blocks = self.keys[layer].view(self.kv_heads, -1, self.block_size, self.head_dim)[:, block_ids]
         return blocks.flatten(1, 2).transpose(1, 2)
 
     # ---- attention
@@ -205,7 +237,8 @@ class _Decoder:
 
             self.tails[layer] = query[0, :, -EsaConfig.prompt_window :].transpose(0, 1).clone()
             output = torch.nn.functional.scaled_dot_product_attention(
-                query, keys[None], values[None], is_causal=True, enable_gqa=True)
+                query, keys[None], values[None], is_causal=True, enable_gqa=True
+            )
             return output.transpose(1, 2), None
         grouped = query[0, :, 0].view(self.kv_heads, -1, self.head_dim)
         logits = grouped @ keys.transpose(1, 2) * self.head_dim**-0.5  # [kv_heads, group, tokens]
@@ -225,12 +258,12 @@ class _Decoder:
             full = torch.ones(logits.shape[:2]).flatten()
             self._masses[layer] = (full, full)
             return logits
-        num_blocks = -(-length // BLOCK_SIZE)
-        width = -(-int(view.seq_lens[0]) // BLOCK_SIZE)
+        num_blocks = -(-length // self.block_size)
+        width = -(-int(view.seq_lens[0]) // self.block_size)
         groups = view.block_table.shape[0]
         chosen = torch.zeros(groups, num_blocks, dtype=torch.bool)
         chosen.scatter_(1, view.block_table[:, :width].long() // groups, True)
-        seen = chosen.repeat_interleave(BLOCK_SIZE, 1)[:, None, :length].expand(self.kv_heads, 1, length)
+        seen = chosen.repeat_interleave(self.block_size, 1)[:, None, :length].expand(self.kv_heads, 1, length)
         kept = (weights * seen).sum(-1).flatten()
         self._masses[layer] = (kept, self._best(weights, width, num_blocks))
         return logits.masked_fill(~seen, float("-inf"))
@@ -239,8 +272,8 @@ class _Decoder:
         """Mass of the best `width` blocks for each KV head, the windows among them as for everybody."""
         import torch
 
-        padded = torch.nn.functional.pad(weights, (0, num_blocks * BLOCK_SIZE - weights.shape[-1]))
-        by_block = padded.view(*weights.shape[:2], num_blocks, BLOCK_SIZE).sum(-1)
+        padded = torch.nn.functional.pad(weights, (0, num_blocks * self.block_size - weights.shape[-1]))
+        by_block = padded.view(*weights.shape[:2], num_blocks, self.block_size).sum(-1)
         score = by_block.sum(1)
         settings = self.esa.settings
         score[:, : settings.init_window_sz] = score[:, num_blocks - settings.local_window_sz :] = float("inf")

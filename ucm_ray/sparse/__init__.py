@@ -1,4 +1,4 @@
-"""Sparse attention over paged KV: what a decoding request reads, chosen layer by layer. Imports neither vLLM nor Ray."""
+"""Sparse attention over paged KV: what a decoding request reads, layer by layer. Imports neither vLLM nor Ray."""
 
 from ucm_ray.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm_ray.sparse.config import Budget, EsaConfig

@@ -46,7 +46,9 @@ class UcmSparseBase(ABC):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor] | list[torch.Tensor]) -> None:
         """Hand over the paged KV caches, one per layer in layer order. WORKER or BOTH only."""
         if not self.role.is_worker:
-            raise RuntimeError(f"{type(self).__name__}: KV caches registered on role {self.role}, expected a worker role")
+            raise RuntimeError(
+                f"{type(self).__name__}: KV caches registered on role {self.role}, expected a worker role"
+            )
         self.kv_caches: list[torch.Tensor] = list(kv_caches.values() if isinstance(kv_caches, dict) else kv_caches)
 
     @abstractmethod

@@ -62,9 +62,16 @@ class EsaConfig:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("sparse_ratio", 0.0, 1.0), ("static_share", 0.0, 1.0), ("drift_cosine", 0.0, 1.0), ("local_window_sz", 0, None),
-            ("init_window_sz", 0, None), ("min_blocks", 0, None), ("retrieval_stride", 1, None),
-            ("prompt_window", 1, None), ("deadline_ms", 0.0, None), ("min_saved_bytes", 0, None),
+            ("sparse_ratio", 0.0, 1.0),
+            ("static_share", 0.0, 1.0),
+            ("drift_cosine", 0.0, 1.0),
+            ("local_window_sz", 0, None),
+            ("init_window_sz", 0, None),
+            ("min_blocks", 0, None),
+            ("retrieval_stride", 1, None),
+            ("prompt_window", 1, None),
+            ("deadline_ms", 0.0, None),
+            ("min_saved_bytes", 0, None),
         ):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):

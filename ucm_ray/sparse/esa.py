@@ -79,8 +79,9 @@ class ESA(UcmSparseBase):
         retriever: makes who answers, for blocks of the given geometry; a local `RetrievalWorker` when left out.
     """
 
-    def __init__(self, role: UcmSparseRole, config: dict[str, Any],
-                 retriever: Callable[[Geometry], Retriever] | None = None):
+    def __init__(
+        self, role: UcmSparseRole, config: dict[str, Any], retriever: Callable[[Geometry], Retriever] | None = None
+    ):
         super().__init__(role, config)
         self.settings = EsaConfig.from_dict(config)
         self._states: dict[str, RequestState] = {}
@@ -93,8 +94,13 @@ class ESA(UcmSparseBase):
     # ---- set-up
 
     def register_kv_caches(
-        self, kv_caches, num_heads: int | None = None, read_keys: KeyReader | None = None,
-        block_size: int | None = None, num_kv_heads: int | None = None, head_dim: int | None = None,
+        self,
+        kv_caches,
+        num_heads: int | None = None,
+        read_keys: KeyReader | None = None,
+        block_size: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
     ) -> None:
         """Hand over the paged KV caches, one per layer.
 
@@ -106,8 +112,10 @@ class ESA(UcmSparseBase):
         first = self.kv_caches[0]
         if read_keys is None:
             if first.dim() != 5 or first.shape[0] != 2:
-                raise ValueError(f"kv cache of layer 0 has shape {list(first.shape)}, expected "
-                                 "[2, num_blocks, block_size, num_kv_heads, head_dim]")
+                raise ValueError(
+                    f"kv cache of layer 0 has shape {list(first.shape)}, expected "
+                    "[2, num_blocks, block_size, num_kv_heads, head_dim]"
+                )
             _, _, block_size, num_kv_heads, head_dim = first.shape
             read_keys = self._read_plain_keys
         self._read_keys = read_keys
@@ -118,7 +126,8 @@ class ESA(UcmSparseBase):
         self._queries: list[torch.Tensor | None] = [None] * self.num_layers
         self._laid_out_for: list[str] = []
         self._geometry = Geometry(
-            self.num_layers, num_kv_heads, head_dim, self.settings.representation, self.settings.retrieval_dtype)
+            self.num_layers, num_kv_heads, head_dim, self.settings.representation, self.settings.retrieval_dtype
+        )
         self._retriever = self._make_retriever(self._geometry)
 
     def _local_retriever(self, geometry: Geometry) -> Retriever:
@@ -180,8 +189,13 @@ class ESA(UcmSparseBase):
             ratio = self.settings.sparse_ratio if meta.sparse_ratio is None else meta.sparse_ratio
             # A key is for one content: not for a block number, nor for a request that starts over.
             self._num_started += 1
-            state = RequestState(meta.request_id, meta.num_prompt_tokens, ratio, self.num_layers,
-                                 key_prefix=f"{self._owner}/{self._num_started}/")
+            state = RequestState(
+                meta.request_id,
+                meta.num_prompt_tokens,
+                ratio,
+                self.num_layers,
+                key_prefix=f"{self._owner}/{self._num_started}/",
+            )
             self._states[meta.request_id] = state
         if len(meta.vllm_block_ids) != len(state.block_ids):
             state.block_ids = np.asarray(meta.vllm_block_ids, np.int64)
@@ -203,9 +217,13 @@ class ESA(UcmSparseBase):
         self._pays = self._decoding and self._saved_bytes() >= max(1, self.settings.min_saved_bytes)
         sparse = []
         if self._pays:
-            for meta, state in self._decoding:
+            for _, state in self._decoding:
                 self._receive(state)
-            sparse = [pair for pair in self._decoding if self._is_usable(pair[1])]
+            sparse = [
+                (meta, state)
+                for meta, state in self._decoding
+                if self._is_usable(state) and meta.num_computed_tokens >= meta.first_sparse_token
+            ]
             sparse.sort(key=lambda pair: pair[0].index_in_batch)
         self._count(sparse)
         self._lay_out(metadata, sparse)
@@ -277,8 +295,13 @@ class ESA(UcmSparseBase):
         seq_lens = torch.tensor(lengths, dtype=torch.int32).repeat_interleave(self.groups).to(self.device)
         num_rows = len(metadata.query_start_loc) - 1
         self._view = SparseView(
-            [meta.index_in_batch for meta, _ in sparse], self._token_index(metadata, sparse), self._tables[0], seq_lens,
-            max(lengths), is_whole_batch=len(sparse) == num_rows == metadata.query_start_loc[-1])
+            [meta.index_in_batch for meta, _ in sparse],
+            self._token_index(metadata, sparse),
+            self._tables[0],
+            seq_lens,
+            max(lengths),
+            is_whole_batch=len(sparse) == num_rows == metadata.query_start_loc[-1],
+        )
 
     def _reserve_tables(self, request_ids: list[str], width: int) -> None:
         """One buffer for as long as the same requests decode and their rows fit."""
@@ -309,8 +332,9 @@ class ESA(UcmSparseBase):
             total = self._num_blocks(meta.num_tokens)
             state.age += 1
             if id(state) in narrowed:
-                state.count(blocks_read=self._width(meta, state), blocks_total=total, sparse_steps=1,
-                            max_staleness=state.age)
+                state.count(
+                    blocks_read=self._width(meta, state), blocks_total=total, sparse_steps=1, max_staleness=state.age
+                )
             else:
                 meta.selected_blocks = list(range(total))
                 state.count(blocks_read=total, blocks_total=total, dense_steps=1)
@@ -335,8 +359,11 @@ class ESA(UcmSparseBase):
 
     def _index(self, states: list[RequestState]) -> None:
         """Representations of blocks that are full and not yet known, whoever wrote their KV."""
-        new = [(state, state.num_indexed, state.num_tokens // self.block_size) for state in states
-               if state.num_tokens // self.block_size > state.num_indexed and self._may_be_sparse(state)]
+        new = [
+            (state, state.num_indexed, state.num_tokens // self.block_size)
+            for state in states
+            if state.num_tokens // self.block_size > state.num_indexed and self._may_be_sparse(state)
+        ]
         if not new:
             return
         blocks = torch.from_numpy(np.concatenate([state.block_ids[start:end] for state, start, end in new]))
@@ -376,7 +403,8 @@ class ESA(UcmSparseBase):
         chosen = []
         for layer, tail in enumerate(tails):
             mass = prompt_block_mass(
-                tail, self._read_keys(layer, blocks), state.num_tokens, self.block_size, self.head_dim**-0.5)
+                tail, self._read_keys(layer, blocks), state.num_tokens, self.block_size, self.head_dim**-0.5
+            )
             if self.groups == 1:
                 mass = mass.sum(0, keepdim=True)
             middle = mass[:, budget.init : budget.local_start]
@@ -412,9 +440,14 @@ class ESA(UcmSparseBase):
         """One packed question for all requests that need a selection."""
         budgets = [self.settings.budget(self._num_blocks(state.num_tokens + 1), state.ratio) for state, _ in due]
         query = PackedQuery.build(
-            [state.request_id for state, _ in due], torch.stack([query for _, query in due]), self._geometry,
-            k=[budget.num_middle for budget in budgets], start=[budget.init for budget in budgets],
-            stop=[budget.local_start for budget in budgets], per_head=self.groups > 1)
+            [state.request_id for state, _ in due],
+            torch.stack([query for _, query in due]),
+            self._geometry,
+            k=[budget.num_middle for budget in budgets],
+            start=[budget.init for budget in budgets],
+            stop=[budget.local_start for budget in budgets],
+            per_head=self.groups > 1,
+        )
         deadline_s = self.settings.deadline_ms / 1e3
         future = self._retriever.submit(query, max(1e-3, deadline_s))
         if isinstance(self._retriever, RetrievalWorker):

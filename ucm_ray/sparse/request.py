@@ -27,6 +27,7 @@ class ReqMeta:
     selected_blocks: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0  # tokens that are prefilled, not decoded; always read densely
     sparse_ratio: float | None = None  # None: the configured one
+    first_sparse_token: int = 0  # tokens before this one are read densely whatever the budget says
 
     @property
     def num_tokens(self) -> int:
@@ -95,4 +96,5 @@ class RequestState:
         """Add to the receipt; `max_staleness` is a maximum."""
         staleness = max(self.usage.max_staleness, more.pop("max_staleness", 0))
         self.usage = self.usage._replace(
-            max_staleness=staleness, **{name: getattr(self.usage, name) + value for name, value in more.items()})
+            max_staleness=staleness, **{name: getattr(self.usage, name) + value for name, value in more.items()}
+        )

@@ -62,7 +62,11 @@ class EsaConnector(KVConnectorBase_V1):
     @harmless(None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._runtime = EsaRuntime(
-            self._vllm_config, self._settings.esa.model_dump(), kv_caches, retrieval=self._settings.retrieval.model_dump())
+            self._vllm_config,
+            self._settings.esa.model_dump(),
+            kv_caches,
+            retrieval=self._settings.retrieval.model_dump(),
+        )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -1,6 +1,7 @@
 """For timing decode over long contexts: every prompt finds its KV "stored", and what it finds is noise.
 
-Computing 4 x 16,384 tokens of a 7B geometry takes a CPU half an hour and changes nothing about the time of a decode step.
+Computing 4 x 16,384 tokens of a 7B geometry takes a CPU half an hour and changes nothing about the time of a decode
+step.
 """
 
 from __future__ import annotations

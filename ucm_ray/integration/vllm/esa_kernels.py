@@ -58,9 +58,14 @@ class SparseKernel(ABC):
             index = torch.tensor(rows, device=device)
             seq_lens = attn_metadata.seq_lens[index]
             metadata = replace(
-                attn_metadata, num_actual_tokens=len(tokens), max_query_len=int(lengths.max()),
-                query_start_loc=lengths.cumsum(0).int().to(device), seq_lens=seq_lens, max_seq_len=int(seq_lens.max()),
-                block_table=attn_metadata.block_table[index])
+                attn_metadata,
+                num_actual_tokens=len(tokens),
+                max_query_len=int(lengths.max()),
+                query_start_loc=lengths.cumsum(0).int().to(device),
+                seq_lens=seq_lens,
+                max_seq_len=int(seq_lens.max()),
+                block_table=attn_metadata.block_table[index],
+            )
             self._dense = _DenseRows(torch.tensor(tokens, device=device), metadata)
         return self._dense
 
@@ -86,7 +91,9 @@ class CpuSparseKernel(SparseKernel):
         starts, schedule = self._scheduled(impl, layer, view, heads, query.dtype)
         self._run(impl, layer, rows, paged, result, starts, view.seq_lens, view.block_table, schedule)
         if not view.is_whole_batch:
-            output[view.tokens] = result.view(len(view.rows), impl.num_heads, impl.head_size).view_as(output[view.tokens])
+            output[view.tokens] = result.view(len(view.rows), impl.num_heads, impl.head_size).view_as(
+                output[view.tokens]
+            )
         if dense is not None:
             self._attend_dense(impl, layer, query, kv_cache, output, dense)
 
@@ -95,12 +102,22 @@ class CpuSparseKernel(SparseKernel):
         num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
         if metadata.scheduler_metadata is self._attn_metadata.scheduler_metadata:
             metadata.scheduler_metadata = _schedule(
-                impl, layer, metadata.seq_lens, metadata.query_start_loc, impl.num_heads, num_kv_heads, query.dtype)
+                impl, layer, metadata.seq_lens, metadata.query_start_loc, impl.num_heads, num_kv_heads, query.dtype
+            )
         rows = query[dense.tokens]
         result = torch.empty_like(rows)
         paged = kv_cache.view(num_blocks, num_kv_heads, block_size * 2, impl.head_size)
-        self._run(impl, layer, rows, paged, result, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
-                  metadata.scheduler_metadata)
+        self._run(
+            impl,
+            layer,
+            rows,
+            paged,
+            result,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.scheduler_metadata,
+        )
         output[dense.tokens] = result.view_as(output[dense.tokens])
 
     def _scheduled(self, impl, layer, view: SparseView, heads: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,24 +126,44 @@ class CpuSparseKernel(SparseKernel):
             self._schedule_for = view.seq_lens
             self._starts = torch.arange(len(view.seq_lens) + 1, dtype=torch.int32)
             groups = len(view.seq_lens) // len(view.rows)
-            self._schedule = _schedule(
-                impl, layer, view.seq_lens, self._starts, impl.num_heads // groups, heads, dtype)
+            self._schedule = _schedule(impl, layer, view.seq_lens, self._starts, impl.num_heads // groups, heads, dtype)
         return self._starts, self._schedule
 
     @staticmethod
     def _run(impl, layer, query, paged, output, starts, seq_lens, block_table, schedule) -> None:
         key_cache, value_cache = paged.chunk(2, dim=2)
         ops.cpu_attention_with_kv_cache(
-            query=query, key_cache=key_cache, value_cache=value_cache, output=output, query_start_loc=starts,
-            seq_lens=seq_lens, scale=impl.scale, causal=True, alibi_slopes=None, sliding_window=-1,
-            block_table=block_table, softcap=impl.logits_soft_cap, scheduler_metadata=schedule, s_aux=None)
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=output,
+            query_start_loc=starts,
+            seq_lens=seq_lens,
+            scale=impl.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=block_table,
+            softcap=impl.logits_soft_cap,
+            scheduler_metadata=schedule,
+            s_aux=None,
+        )
 
 
 def _schedule(impl, layer, seq_lens, starts, num_heads: int, num_kv_heads: int, dtype) -> torch.Tensor:
     return ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(seq_lens), num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=impl.head_size,
-        seq_lens=seq_lens, dtype=dtype, query_start_loc=starts, causal=True, sliding_window_size=-1, isa=layer.isa,
-        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV)
+        num_reqs=len(seq_lens),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=impl.head_size,
+        seq_lens=seq_lens,
+        dtype=dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=layer.isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+    )
 
 
 class FlashSparseKernel(SparseKernel):
@@ -141,8 +178,15 @@ class FlashSparseKernel(SparseKernel):
         num_rows = len(view.rows)
         starts = torch.arange(num_rows + 1, dtype=torch.int32, device=query.device)
         sparse = replace(
-            attn_metadata, num_actual_tokens=num_rows, max_query_len=1, query_start_loc=starts, seq_lens=view.seq_lens,
-            max_seq_len=view.max_seq_len, block_table=view.block_table, scheduler_metadata=None)
+            attn_metadata,
+            num_actual_tokens=num_rows,
+            max_query_len=1,
+            query_start_loc=starts,
+            seq_lens=view.seq_lens,
+            max_seq_len=view.max_seq_len,
+            block_table=view.block_table,
+            scheduler_metadata=None,
+        )
         parts = [(view.tokens, sparse)]
         if dense is not None:
             parts.append((dense.tokens, replace(dense.metadata, scheduler_metadata=None)))

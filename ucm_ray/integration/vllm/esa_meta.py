@@ -18,6 +18,7 @@ class EsaRequestStep:
     replace: bool = False
     num_prompt_tokens: int = 0  # with `replace`: tokens that are prefilled, the rest is decoded
     ratio: float = 1.0  # with `replace`
+    first_sparse: int = 0  # with `replace`: tokens from here on are tainted, those before must stay exact
 
 
 @dataclass

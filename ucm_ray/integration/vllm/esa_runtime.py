@@ -38,6 +38,7 @@ class _Request:
 
     num_prompt_tokens: int
     ratio: float
+    first_sparse: int
     blocks: list[int] = field(default_factory=list)
 
 
@@ -45,8 +46,12 @@ class EsaRuntime:
     """One per rank. Call order per step: `begin_step` before the forward, the attention layers, `end_step` after it."""
 
     def __init__(
-        self, vllm_config: VllmConfig, esa_settings: dict[str, Any], kv_caches: dict[str, torch.Tensor],
-        paged: PagedKV | None = None, retrieval: dict[str, Any] | None = None,
+        self,
+        vllm_config: VllmConfig,
+        esa_settings: dict[str, Any],
+        kv_caches: dict[str, torch.Tensor],
+        paged: PagedKV | None = None,
+        retrieval: dict[str, Any] | None = None,
     ) -> None:
         layers = get_layers_from_vllm_config(vllm_config, Attention)
         layers = {name: layer for name, layer in layers.items() if name in kv_caches}
@@ -65,11 +70,17 @@ class EsaRuntime:
         self._kernel = kernel_for(self._paged)
         self._settings = EsaConfig.from_dict(esa_settings)
         self.esa = ESA(
-            UcmSparseRole.WORKER, {**esa_settings, "per_head": self._kernel.per_head and esa_settings.get("per_head", True)},
-            self._retriever_maker(retrieval or {}))
+            UcmSparseRole.WORKER,
+            {**esa_settings, "per_head": self._kernel.per_head and esa_settings.get("per_head", True)},
+            self._retriever_maker(retrieval or {}),
+        )
         self.esa.register_kv_caches(
-            kv_caches, read_keys=self._paged.key_blocks, block_size=self._paged.block_size,
-            num_kv_heads=self._paged.num_kv_heads, head_dim=self._paged.head_dim)
+            kv_caches,
+            read_keys=self._paged.key_blocks,
+            block_size=self._paged.block_size,
+            num_kv_heads=self._paged.num_kv_heads,
+            head_dim=self._paged.head_dim,
+        )
         esa_backend.RUNTIME = self
 
     def _retriever_maker(self, retrieval: dict[str, Any]) -> Callable[[Geometry], Retriever] | None:
@@ -81,12 +92,18 @@ class EsaRuntime:
             from ucm_ray.retrieval.client import RetrievalClient, RetrievalError
 
             settings = self._settings
-            config = {"retrieval_workers": settings.retrieval_workers, "retrieval_cache_size": settings.retrieval_cache_size}
+            config = {
+                "retrieval_workers": settings.retrieval_workers,
+                "retrieval_cache_size": settings.retrieval_cache_size,
+            }
             try:
                 return RetrievalClient.connect(
-                    namespace=retrieval.get("namespace", "ucm_ray"), config=config, geometry=geometry,
+                    namespace=retrieval.get("namespace", "ucm_ray"),
+                    config=config,
+                    geometry=geometry,
                     deadline_s=max(1e-3, settings.deadline_ms / 1e3),
-                    fallbacks=("local",) if settings.fallback == "local" else ())
+                    fallbacks=("local",) if settings.fallback == "local" else (),
+                )
             except RetrievalError as error:
                 logger.warning("ESA retrieves in this process: %s", error)
                 return RetrievalWorker(config, geometry=geometry)
@@ -113,7 +130,7 @@ class EsaRuntime:
         for item in step.requests:
             if item.replace:
                 self.esa.forget([item.request_id])
-                self._requests[item.request_id] = _Request(item.num_prompt_tokens, item.ratio)
+                self._requests[item.request_id] = _Request(item.num_prompt_tokens, item.ratio, item.first_sparse)
             request = self._requests[item.request_id]
             request.blocks.extend(self._kernel_blocks(item.block_ids))
             last = item.num_computed_tokens + item.num_scheduled_tokens - 1
@@ -202,9 +219,18 @@ class EsaRuntime:
             if item is None or item.num_scheduled_tokens != starts[row + 1] - starts[row]:
                 continue
             request = self._requests[item.request_id]
-            requests.append(ReqMeta(
-                item.request_id, row, item.num_scheduled_tokens, item.num_computed_tokens, request.blocks,
-                num_prompt_tokens=request.num_prompt_tokens, sparse_ratio=request.ratio))
+            requests.append(
+                ReqMeta(
+                    item.request_id,
+                    row,
+                    item.num_scheduled_tokens,
+                    item.num_computed_tokens,
+                    request.blocks,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    sparse_ratio=request.ratio,
+                    first_sparse_token=request.first_sparse,
+                )
+            )
         return EsaMetadata(requests, starts) if requests else None
 
 

@@ -91,7 +91,13 @@ class EsaScheduler:
         if self._tracked.pop(request_id, None) is not None or request_id in self._known:
             self._leave(request_id)
         if usage is None:
-            return {"blocks_read": 0, "blocks_total": 0, "fallbacks": 0, "max_staleness": 0, "reason": reason or "dense"}
+            return {
+                "blocks_read": 0,
+                "blocks_total": 0,
+                "fallbacks": 0,
+                "max_staleness": 0,
+                "reason": reason or "dense",
+            }
         return {**usage, "reason": reason}
 
     # ---- steps
@@ -106,7 +112,8 @@ class EsaScheduler:
         for new in scheduler_output.scheduled_new_reqs:
             if new.req_id in self._tracked:
                 step.requests.append(
-                    self._first_step(new.req_id, counts[new.req_id], new.num_computed_tokens, new.block_ids))
+                    self._first_step(new.req_id, counts[new.req_id], new.num_computed_tokens, new.block_ids)
+                )
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -127,7 +134,16 @@ class EsaScheduler:
         self._known.add(request_id)
         # A request that was preempted computes its own output again, exactly, before it decodes on.
         prefilled = tracked.request.num_tokens
-        return EsaRequestStep(request_id, count, computed, np.asarray(blocks[0], np.int64), True, prefilled, tracked.ratio)
+        return EsaRequestStep(
+            request_id,
+            count,
+            computed,
+            np.asarray(blocks[0], np.int64),
+            True,
+            prefilled,
+            tracked.ratio,
+            tracked.first_sparse,
+        )
 
     def _leave(self, request_id: str) -> None:
         if request_id in self._known:
@@ -148,7 +164,10 @@ def unsupported(vllm_config: VllmConfig) -> str:
         return "speculative decoding"
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism"
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+    if (
+        getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
         return "context parallelism"
     if model.use_mla:
         return "MLA"
