@@ -112,10 +112,13 @@ class RetrievalPool:
         with self._lock:
             return self._version, sorted(self._live.items(), key=lambda item: item[0])
 
-    def adopted(self, client_id: str, version: int) -> None:
-        """A client has moved its blocks to this version of the membership."""
+    def adopted(self, client_id: str, version: int | None) -> None:
+        """A client has moved its blocks to this version of the membership, or is gone (None)."""
         with self._lock:
-            self._adopted[client_id] = version
+            if version is None:
+                self._adopted.pop(client_id, None)
+            else:
+                self._adopted[client_id] = version
 
     def resize(self, shards: int) -> None:
         """Sets the number of shards. New ones join once they run; removed ones leave once clients have moved."""
@@ -217,7 +220,6 @@ class RetrievalPool:
                             self._pending[name] = (handle, handle.warm_up.remote())
         with self._lock:
             started = {name: handle for name, handle in started.items() if self._pending.pop(name, None)}
-            # At the start wait for all, so that clients do not move through every number of shards.
             if started:
                 self._live.update(started)
                 self._version = time.time_ns()
@@ -227,7 +229,7 @@ class RetrievalPool:
         import ray
 
         with self._lock:
-            moved = bool(self._adopted) and min(self._adopted.values()) >= self._version
+            moved = all(version >= self._version for version in self._adopted.values())
             done = [name for name, (_, ends_s) in self._draining.items() if moved or time.monotonic() >= ends_s]
             handles = [self._draining.pop(name)[0] for name in done]
             if done:

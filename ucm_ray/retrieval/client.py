@@ -63,11 +63,8 @@ class PoolLink(ABC):
         """Today's shards. Raises on failure or timeout."""
 
     @abstractmethod
-    def adopted(self, client_id: str, version: int) -> None:
-        """Tells the pool that this client has moved its blocks to this membership."""
-
-    def close(self) -> None:
-        """Lets go of the pool."""
+    def adopted(self, client_id: str, version: int | None) -> None:
+        """Tells the pool that this client has moved its blocks to this membership; None: that it is gone."""
 
 
 class _Shard:
@@ -161,6 +158,7 @@ class RetrievalClient(Retriever):
         self._grown: dict[str, int] = {}
         self._view = _View(pool.membership(10.0), self.client_id)
         self._deadlines = _Deadlines()
+        pool.adopted(self.client_id, self._view.version)
         for shard in self._view.shards:
             self._refill(self._view, shard)
         self._keeper = threading.Thread(target=self._keep, name="retrieval-keeper", daemon=True)
@@ -253,7 +251,7 @@ class RetrievalClient(Retriever):
         self.forget(self._bank.request_ids() if self._bank else [])
         super().close()
         self._deadlines.close()
-        self._pool.close()
+        self._pool.adopted(self.client_id, None)
 
     # What is published goes to the owner's copy at once, and to the shards by whoever holds the write lock.
 
