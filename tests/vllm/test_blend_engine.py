@@ -280,6 +280,52 @@ def test_a_request_aborted_in_mid_load_gives_its_blocks_back(fresh, documents, r
     assert receipt(fresh.ask(rag([3, 2, 1, 0]), 1))["reused_tokens"] > 300
 
 
+def test_a_pass_that_fails_leaves_the_request_to_vllm(fresh, documents, rag, monkeypatch):
+    prompt = rag([2, 0, 1])
+    plain = fresh.plain(prompt)
+    fresh.forget_prefixes()
+    fresh.ingest(documents[:3])
+
+    def broken(*_):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(fresh.worker._virtual, "run", broken)
+    output = fresh.ask(prompt, ucm={"policy": "query"})
+    assert text_ids(output) == text_ids(plain)
+    assert "out of luck" in receipt(output)["reason"] and receipt(output)["reused_tokens"] == 0
+
+
+def test_an_error_in_a_hook_never_reaches_the_engine(fresh, documents, rag, monkeypatch):
+    fresh.ingest(documents[:3])
+    prompt = rag([2, 0, 1])
+    plain = fresh.plain(prompt)
+    fresh.forget_prefixes()
+
+    def broken(*_, **__):
+        raise RuntimeError("out of luck")
+
+    for target, name in ((fresh.scheduler_side, "match"), (fresh.scheduler_side, "build_meta"), (fresh.scheduler_side, "finish"),
+                         (fresh.worker, "_work"), (fresh.worker, "take_report")):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, broken)
+            output = fresh.ask(prompt, ucm={"policy": "query", "budget": 1.0})
+        assert text_ids(output) == text_ids(plain), name
+        fresh.forget_prefixes()
+    assert receipt(fresh.ask(prompt))["reused_tokens"] > 200
+
+
+def test_counters_add_up_to_the_receipts(fresh, documents, rag, monkeypatch):
+    fresh.ingest(documents[:3])
+    fresh.scheduler_side.take_counters()
+    with monkeypatch.context() as patch:  # the engine would take them every step
+        patch.setattr(fresh.scheduler_side, "take_counters", dict)
+        seen = [receipt(fresh.ask(rag(shuffled(range(3), seed)), 1)) for seed in range(3)]
+    counters = fresh.scheduler_side.take_counters()
+    for name in ("reused_tokens", "recomputed_tokens", "missed_tokens"):
+        assert counters[name] == sum(found[name] for found in seen)
+    assert counters["requests_blended"] == 3
+
+
 def test_slices_give_what_one_piece_gives(fresh, documents, rag, monkeypatch):
     from ucm_ray.integration.vllm import worker_side
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.vllm.small_model import save_small_llama
 
@@ -83,13 +84,31 @@ def test_other_weights_never_share_and_compiled_mode_blends(small_model, tmp_pat
     assert foreign[0][0]["receipt"]["reused_tokens"] == 0
 
 
-def test_a_blended_request_preempted_and_resumed_answers_the_same(small_model, tmp_path):
+SEED_YAML = """
+kv_connector: "BlendConnector"
+kv_connector_module_path: "ucm_ray.integration.vllm.blend_connector"
+kv_connector_extra_config:
+  store_pipeline: "Cache|Posix"
+  storage_backends: "%s"
+  blend_chunk_size: 64
+  min_match_ratio: 0.8
+  position_correction: true
+  recompute_boundary: 2
+  rope_theta: 10000.0
+  head_dim: 128
+"""
+
+
+def test_a_blended_request_preempted_and_resumed_answers_the_same(tmp_path):
+    """With UCM's own YAML, on Llama-2's head geometry."""
+    model = save_small_llama(tmp_path / "llama-2", heads=2, kv_heads=2, head_dim=128)
+    extra = yaml.safe_load(SEED_YAML % (tmp_path / "store"))["kv_connector_extra_config"]
     store = str(tmp_path / "store")
     prompts = [words(60 + i, 10) + DOCUMENTS[i % 4] + DOCUMENTS[(i + 1) % 4] + QUESTION for i in range(4)]
     ask = {"prompts": prompts, "max_tokens": 120, "ucm": {"policy": "query", "budget": 0.2, "save": False}}
     # 4 requests grow to 14 blocks each: 40 blocks make some of them wait, lose their blocks and come back
     turns = [SAVE, *({**ask, "prompts": [prompt], "forget_prefixes": True} for prompt in prompts), {**ask, "forget_prefixes": True}]
-    answers = run_engine(tmp_path, {"model": str(small_model), "store": store, "turns": turns,
+    answers = run_engine(tmp_path, {"model": str(model), "store": store, "turns": turns, "extra": extra,
                                     "llm": {"num_gpu_blocks_override": 40, "scheduler_reserve_full_isl": False}})
     alone = [answer["tokens"] for (answer,) in answers[1:5]]
     together = answers[5]

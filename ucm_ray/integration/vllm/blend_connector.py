@@ -18,7 +18,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
-from ucm_ray.integration.vllm.meta import BlendConnectorMeta
 from ucm_ray.integration.vllm.metrics import BlendPromMetrics, BlendStats
 from ucm_ray.integration.vllm.settings import ConnectorSettings
 
@@ -29,6 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ucm_ray.blend")
 
 
+_logged: set[tuple[str, type]] = set()
+
+
+def log_once(hook: str, error: Exception) -> None:
+    """The first error of a kind in a hook with its traceback; hooks run every step."""
+    if (hook, type(error)) not in _logged:
+        _logged.add((hook, type(error)))
+        logger.exception("%s failed; the engine goes on without it (said once)", hook)
+
+
 def harmless(otherwise: Any):
     """Log an error of a hook and answer `otherwise` instead (called if callable)."""
     def wrap(hook):
@@ -36,8 +45,8 @@ def harmless(otherwise: Any):
         def safe(self, *args, **kwargs):
             try:
                 return hook(self, *args, **kwargs)
-            except Exception:
-                logger.exception("%s failed; the engine goes on without it", hook.__name__)
+            except Exception as error:
+                log_once(hook.__name__, error)
                 return otherwise() if callable(otherwise) else otherwise
         return safe
     return wrap
@@ -73,9 +82,12 @@ class BlendConnector(KVConnectorBase_V1):
         if self._worker.esa is not None:
             self._worker.esa.begin_step(connector_metadata.esa)
 
-    @harmless(None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.after_forward(self._get_connector_metadata())
+        try:
+            self._worker.after_forward(self._get_connector_metadata())
+        except Exception as error:
+            log_once("start_load_kv", error)
+            self._worker.abandon(error)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -110,9 +122,12 @@ class BlendConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.accept(request, blocks, num_external_tokens)
 
-    @harmless(BlendConnectorMeta)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduler.build_meta(scheduler_output)
+        try:
+            return self._scheduler.build_meta(scheduler_output)
+        except Exception as error:
+            log_once("build_connector_meta", error)
+            return self._scheduler.take_meta(scheduler_output)
 
     @harmless(None)
     def update_connector_output(self, connector_output: Any) -> None:

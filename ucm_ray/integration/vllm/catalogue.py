@@ -27,8 +27,8 @@ class ChunkCatalogue:
     finds what is there already. The same thread looks for chunks other engines wrote or removed under the same root.
     """
 
-    def __init__(self, posix: PosixStage | None, refresh_s: float) -> None:
-        self._posix, self._refresh_s = posix, refresh_s
+    def __init__(self, posix: PosixStage | None, refresh_s: float, anchor_tokens: int = 16) -> None:
+        self._posix, self._refresh_s, self._anchor_tokens = posix, refresh_s, anchor_tokens
         self._indexes: OrderedDict[str, ChunkIndex] = OrderedDict()
         self._shelves: dict[tuple[str, str], int] = {}  # namespace, folder -> modification time when last read
         self._on_disk: dict[tuple[str, str], set[str]] = {}
@@ -48,7 +48,7 @@ class ChunkCatalogue:
             index = self._indexes.get(namespace)
             known = index is not None
             if index is None:
-                index = self._indexes[namespace] = ChunkIndex()
+                index = self._indexes[namespace] = ChunkIndex(self._anchor_tokens)
                 index.read_once = threading.Event()
                 while len(self._indexes) > MAX_NAMESPACES:
                     self._forget(next(iter(self._indexes)))

@@ -119,7 +119,8 @@ class SchedulerSide:
                 settings.store_config("Posix") if "Posix" in settings.store.store_pipeline else settings.store_config(),
                 0, self._world_size)
         self._store = store
-        self._catalogue = ChunkCatalogue(store.posix if store else None, settings.store.refresh_s)
+        self._catalogue = ChunkCatalogue(store.posix if store else None, settings.store.refresh_s,
+                                         min(settings.blend.anchor_tokens, settings.blend.blend_chunk_size))
         self._analyzer = ChunkAnalyzer(settings.blend.blend_chunk_size, settings.blend.min_match_ratio,
                                        settings.blend.anchor_tokens)
         self.cost_model = CostModel() if settings.blend.cost_model else None
@@ -261,12 +262,17 @@ class SchedulerSide:
     # ---- every step
 
     def build_meta(self, scheduler_output: SchedulerOutput) -> BlendConnectorMeta:
-        meta, self._meta = self._meta, BlendConnectorMeta()
-        meta.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        meta = self._meta
         if self.esa is not None:
             meta.esa = self.esa.build_step(scheduler_output)
         if self._ingests:
             meta.cancelled_ingests = self._impatient_ingests()
+        return self.take_meta(scheduler_output)
+
+    def take_meta(self, scheduler_output: SchedulerOutput) -> BlendConnectorMeta:
+        """What has been gathered: every accepted plan and held request must reach the workers, or it waits for ever."""
+        meta, self._meta = self._meta, BlendConnectorMeta()
+        meta.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
         return meta
 
     def _impatient_ingests(self) -> list[str]:

@@ -100,6 +100,9 @@ class WorkerSide:
     def after_forward(self, meta: BlendConnectorMeta) -> None:
         """Work of this step; the engine's own forward has been submitted."""
         self._take(meta)
+        self._work(meta)
+
+    def _work(self, meta: BlendConnectorMeta) -> None:
         if not (self._tasks or self._saves or self._ingests):
             return
         idle = meta.num_scheduled_tokens == 0
@@ -109,6 +112,17 @@ class WorkerSide:
         self._run_saves(SAVE_TOKENS_PER_STEP if not idle else IDLE_TOKENS)
         if idle and not self._tasks:
             self._run_ingests(INGEST_TOKENS_PER_STEP)
+
+    def abandon(self, error: Exception) -> None:
+        """A step broke down: give every plan and every held request back, so that nothing waits for us."""
+        for request_id, task in list(self._tasks.items()):
+            self._fail(task, error)
+            self._report.reports[request_id] = task.report()
+            self._finished_recving.add(request_id)
+        self._finished_sending.update(job.request_id for job in self._saves)
+        self._finished_sending.update(self._ingests)
+        self._tasks, self._saves, self._ingests = {}, [], {}
+        self._ingested_tokens.clear()
 
     def _take(self, meta: BlendConnectorMeta) -> None:
         if meta.clear_store:
