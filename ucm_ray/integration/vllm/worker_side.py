@@ -30,6 +30,7 @@ logger = logging.getLogger("ucm_ray.blend")
 
 IDLE_WAIT_S = 0.05  # an idle engine waits this long a step for files instead of spinning
 IDLE_TOKENS = 8192  # work of one idle step: a new request waits at most this long
+PASS_TOKENS = 512  # a pass of that many tokens is bound by arithmetic: sharing more gains nothing
 SAVE_TOKENS_PER_STEP = 256
 INGEST_TOKENS_PER_STEP = 256
 
@@ -106,9 +107,8 @@ class WorkerSide:
         if not (self._tasks or self._saves or self._ingests):
             return
         idle = meta.num_scheduled_tokens == 0
-        budget = IDLE_TOKENS if idle else self._settings.blend.blend_tokens_per_step
         self._accept_read_plans(meta, idle)
-        budget = self._run_tasks(budget)
+        self._run_tasks(IDLE_TOKENS if idle else self._busy_tokens)
         self._run_saves(SAVE_TOKENS_PER_STEP if not idle else IDLE_TOKENS)
         if idle and not self._tasks:
             self._run_ingests(INGEST_TOKENS_PER_STEP)
@@ -198,33 +198,40 @@ class WorkerSide:
         self._report.lost += [(task.meta.namespace, chunk.source_block_id)
                               for chunk, fine in zip(task.plan.chunks, task.good, strict=True) if not fine]
 
-    def _run_tasks(self, budget: float) -> float:
-        """Advance plans in the order they came; requests share passes."""
-        while budget > 0:
-            running = [task for task in self._tasks.values() if task.phase not in ("reading", "done")]
+    @property
+    def _busy_tokens(self) -> int:
+        """Work beside a step that decodes: less than the engine's own largest prefill step would take, since scattered
+        tokens cost more each than those of one piece."""
+        return min(self._settings.blend.blend_tokens_per_step, max(1, self._virtual.max_tokens // 2))
+
+    def _run_tasks(self, budget: float) -> None:
+        """Advance plans in the order they came; small plans share passes. Stops when a plan is done, so that its request
+        gets its first token before the next plan's work begins."""
+        waiting = len(self._tasks)
+        while budget > 0 and len(self._tasks) == waiting:
+            running = [task for task in self._tasks.values() if task.phase != "reading"]
             if not running:
-                break
+                return
             before = budget
             for task in running:
                 if task.phase == "placing" and budget > 0:
                     budget = self._guarded(task, lambda task=task, b=budget: task.place(b, self._placer.place), budget)
-            budget = self._run_pass(running, budget)
-            self._finish_phases()
-            if budget == before and not any(task.phase == "placing" for task in self._tasks.values()):
-                break
-        self._finish_phases()
-        return budget
+            budget -= self._run_pass(running, min(budget, PASS_TOKENS))
+            finished = self._finish_phases()
+            if budget == before and not finished:
+                return
 
     def _run_pass(self, running: Sequence[BlendTask], budget: float) -> float:
-        """One shared pass per number of layers."""
+        """One shared pass per number of layers, of about `budget` tokens; returns the tokens computed."""
+        room = budget
         for depth in sorted({task.first_layers for task in running if task.has_work}):
             rows: list[Row] = []
             members = [task for task in running if task.has_work and task.first_layers == depth]
             begun = time.perf_counter()
             for task in members:
-                taken = task.next_work(budget, self._virtual.max_rows - len(rows))
+                taken = task.next_work(room, self._virtual.max_rows - len(rows))
                 rows += taken
-                budget -= sum(row.end - row.start for row in taken)
+                room -= sum(row.end - row.start for row in taken)
             if not rows:
                 continue
             owners = list(dict.fromkeys(row.owner for row in rows))
@@ -242,20 +249,25 @@ class WorkerSide:
                 share = sum(row.end - row.start for row in rows if row.owner is task) / total
                 task.recompute_s += spent * share
                 task.passes += passes
-        return budget
+        return budget - room
 
-    def _finish_phases(self) -> None:
+    def _finish_phases(self) -> bool:
+        """Let tasks whose rows have all run go on to their next phase; whether any did."""
+        moved = False
         for request_id, task in list(self._tasks.items()):
             if task.phase == "observing" and not task.has_work:
+                moved = True
                 begun = time.perf_counter()
                 self._guarded(task, lambda task=task: task.observed(self._scores(task)))
                 task.recompute_s += time.perf_counter() - begun
             elif task.phase == "repairing" and not task.has_work:
                 task.repaired()
             if task.phase == "done":
+                moved = True
                 self._report.reports[request_id] = task.report()
                 self._finished_recving.add(request_id)
                 del self._tasks[request_id]
+        return moved
 
     def _scores(self, task: BlendTask) -> np.ndarray:
         """Scores of the reused tokens, the same on every rank."""
