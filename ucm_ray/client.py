@@ -109,7 +109,7 @@ class Client(_Operations):
     """Blocking. `cache_salt` divides the key's cache further; `handle` of `in_cluster` replaces HTTP."""
 
     def __init__(self, base_url: str = DEFAULT_URL, api_key: str | None = None, cache_salt: str | None = None,
-                 timeout_s: float = 120.0, handle: Any = None):
+                 timeout_s: float = 300.0, handle: Any = None):
         super().__init__(cache_salt)
         self._handle, self._api_key, self._timeout_s = handle, api_key, timeout_s
         self._http = httpx.Client(base_url=base_url, headers=_headers(api_key), timeout=timeout_s)
@@ -142,7 +142,7 @@ class AsyncClient(_Operations):
     """The same for asyncio."""
 
     def __init__(self, base_url: str = DEFAULT_URL, api_key: str | None = None, cache_salt: str | None = None,
-                 timeout_s: float = 120.0, handle: Any = None):
+                 timeout_s: float = 300.0, handle: Any = None):
         super().__init__(cache_salt)
         self._handle, self._api_key = handle, api_key
         self._http = httpx.AsyncClient(base_url=base_url, headers=_headers(api_key), timeout=timeout_s)

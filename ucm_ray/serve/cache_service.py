@@ -26,8 +26,8 @@ from ucm_ray.serve.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
 
-_DIRECTORY_TIMEOUT_S = 5.0
-_STORED_TIMEOUT_S = 20.0
+_DIRECTORY_TIMEOUT_S = 10.0
+_STORED_TIMEOUT_S = 60.0
 _PARALLEL_INGESTS = 4
 _KEPT_CALLERS = 10_000
 
