@@ -358,10 +358,10 @@ def test_a_decoding_request_never_waits_for_more_than_a_slice(fresh, documents, 
     monkeypatch.setattr(fresh.worker._virtual, "run", counting_run)
     monkeypatch.setattr(fresh.worker, "after_forward", counting_step)
     engine = fresh.llm.llm_engine
-    alone = text_ids(fresh.plain(fresh.tokens("Once upon a time"), 40))
+    alone = text_ids(fresh.plain(fresh.tokens("Once upon a time"), 150))
     fresh.forget_prefixes()
     engine.add_request("decoding", {"prompt_token_ids": fresh.tokens("Once upon a time")},
-                       fresh.sampling(40, {"blend": False, "save": False}))
+                       fresh.sampling(150, {"blend": False, "save": False}))
     for _ in range(3):
         engine.step()
     engine.add_request("blending", {"prompt_token_ids": rag([5, 4, 3, 2, 1, 0])}, fresh.sampling(2, {"policy": "query", "budget": 0.5}))
