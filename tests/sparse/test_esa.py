@@ -178,6 +178,20 @@ def test_a_preempted_request_starts_anew_and_its_output_counts_as_prompt():
     assert metadata.views[0] is not None
 
 
+def test_a_request_that_starts_over_in_other_blocks_reads_those():
+    cache = Paged(make_esa())
+    for _ in range(2):  # the same name, the same length, other blocks
+        cache.start("a", 60)
+        cache.step({"a": 60})
+        metadata, _, _ = cache.step({"a": 1})
+        for view in metadata.views:
+            read = view.block_table[:, : -(-int(view.seq_lens[0]) // BLOCK)] // KV_HEADS
+            assert set(read.flatten().tolist()) <= set(cache.blocks["a"])
+        before = cache.blocks["a"]
+        cache.stop("a")
+        cache.free = [block for block in cache.free if block not in before]
+
+
 def test_tokens_taken_back_are_forgotten():
     cache = Paged(make_esa())
     cache.start("a", 50)

@@ -96,7 +96,6 @@ class ESA(UcmSparseBase):
     def register_kv_caches(
         self,
         kv_caches,
-        num_heads: int | None = None,
         read_keys: KeyReader | None = None,
         block_size: int | None = None,
         num_kv_heads: int | None = None,
@@ -105,8 +104,7 @@ class ESA(UcmSparseBase):
         """Hand over the paged KV caches, one per layer.
 
         Without `read_keys` each is `[2, num_blocks, block_size, num_kv_heads, head_dim]`, keys then values. With it the
-        layout is the caller's affair, and the geometry must be given. `num_heads` (query heads) is learnt from the
-        first query when left out.
+        layout is the caller's affair, and the geometry must be given.
         """
         super().register_kv_caches(kv_caches)
         first = self.kv_caches[0]
@@ -281,7 +279,7 @@ class ESA(UcmSparseBase):
             self._tables = None
             return
         widths = [self._width(meta, state) for meta, state in sparse]
-        self._reserve_tables([meta.request_id for meta, _ in sparse], max(widths))
+        self._reserve_tables([state.key_prefix for _, state in sparse], max(widths))
         for row, ((meta, state), width) in enumerate(zip(sparse, widths, strict=True)):
             if self._written[row] != (state.version, width):
                 self._written[row] = (state.version, width)
@@ -303,13 +301,14 @@ class ESA(UcmSparseBase):
             is_whole_batch=len(sparse) == num_rows == metadata.query_start_loc[-1],
         )
 
-    def _reserve_tables(self, request_ids: list[str], width: int) -> None:
-        """One buffer for as long as the same requests decode and their rows fit."""
-        if request_ids == self._laid_out_for and width <= self._laid_out.shape[-1]:
+    def _reserve_tables(self, owners: list[str], width: int) -> None:
+        """One buffer for as long as the same requests decode and their rows fit. A request that starts over is another
+        owner: its blocks are others, whatever its name."""
+        if owners == self._laid_out_for and width <= self._laid_out.shape[-1]:
             return
-        self._laid_out_for = request_ids
-        self._laid_out = torch.zeros((self.num_layers, len(request_ids), self.groups, width + 4), dtype=torch.int32)
-        self._written: list[tuple[int, int] | None] = [None] * len(request_ids)
+        self._laid_out_for = owners
+        self._laid_out = torch.zeros((self.num_layers, len(owners), self.groups, width + 4), dtype=torch.int32)
+        self._written: list[tuple[int, int] | None] = [None] * len(owners)
 
     def _write_table(self, table: torch.Tensor, meta: ReqMeta, state: RequestState) -> None:
         """Fill `[num_layers, groups, width]`. The block being filled comes last: only it may be part full."""
