@@ -89,9 +89,9 @@ def main(
     from ucm_ray.bench.report import write_json
 
     shares = parse_budgets(budgets)
-    found = measure(config, prompts, repeat, shares, held_out, speed, quality, progress=typer.echo)
+    found = measure(config, prompts, repeat, shares, held_out, speed, quality, typer.echo,
+                    keep=lambda state: write_json(json_path, state))
     print_report(found)
-    write_json(json_path, found)
 
 
 def parse_budgets(text: str) -> tuple[float, ...]:
@@ -105,8 +105,12 @@ def parse_budgets(text: str) -> tuple[float, ...]:
 
 
 def measure(config: Path | None, prompts: int, repeat: int, budgets: Sequence[float], held_out: bool = False,
-            speed: bool = True, quality: bool = True, progress: Callable[[str], None] = print) -> dict[str, Any]:
-    """Everything `bench blend` writes: `rows`, `hkvd_layers`, `wins`, and the settings it was measured with."""
+            speed: bool = True, quality: bool = True, progress: Callable[[str], None] = print,
+            keep: Callable[[dict[str, Any]], None] = lambda state: None) -> dict[str, Any]:
+    """Everything `bench blend` writes: `rows`, `hkvd_layers`, `wins`, and the settings it was measured with.
+
+    `keep` is given the results after every prompt, so that a long run that is interrupted is not lost.
+    """
     from ucm_ray.bench.data import evaluation_prompts, held_out_prompts, load_documents
     from ucm_ray.config import load_settings
     from ucm_ray.integration.vllm.measuring import served_dtype
@@ -118,24 +122,35 @@ def measure(config: Path | None, prompts: int, repeat: int, budgets: Sequence[fl
     speeds: dict[Row, Speed] = {}
     qualities: dict[Row, Quality] = {}
     lengths: list[int] = []
+
+    def state() -> dict[str, Any]:
+        measured = {row: found for row, found in qualities.items() if found.kl}
+        return summarize(rows, speeds, measured) | {
+            "model": settings.model, "dtype_ttft": served if speed else None, "dtype_quality": QUALITY_DTYPE,
+            "prompt_tokens_mean": _mean(lengths), "answer_tokens": ANSWER_TOKENS, "held_out": held_out,
+            "ttft_prompts": len(speeds[FULL].ttft_s) if speeds else 0,
+            "quality_prompts": len(measured[FULL].kl) if measured else 0,
+        }
+
     # quality is measured in float32; where the service runs in it too, one engine does for both
     dtypes = list(dict.fromkeys([served] * speed + [QUALITY_DTYPE] * quality))
     for dtype in dtypes:
         with _engine(settings, dtype, texts, progress) as engine:
             if speed and dtype == served:
                 cases = evaluation_prompts(engine.tokenizer, repeat + 1)
-                speeds = measure_speed(engine, cases, [FULL, *rows], progress)
                 lengths += [len(case.token_ids) for case in cases]
+                speeds = measure_speed(engine, cases, [FULL, *rows], progress)
+                keep(state())
             if quality and dtype == QUALITY_DTYPE:
                 build = held_out_prompts if held_out else evaluation_prompts
                 cases = build(engine.tokenizer, prompts)
-                qualities = measure_quality(engine, cases, rows, progress)
                 lengths += [len(case.token_ids) for case in cases]
-    return summarize(rows, speeds, qualities) | {
-        "model": settings.model, "dtype_ttft": served if speed else None, "dtype_quality": QUALITY_DTYPE,
-        "prompt_tokens_mean": _mean(lengths), "answer_tokens": ANSWER_TOKENS, "ttft_prompts": repeat * speed,
-        "quality_prompts": prompts * quality, "held_out": held_out,
-    }
+                qualities = {row: Quality() for row in [FULL, NOISE, *rows]}
+                for number, prompt in enumerate(cases, 1):
+                    measure_quality(engine, prompt, qualities)
+                    keep(state())
+                    progress(f"quality: prompt {number} of {len(cases)}, KL: {_latest(qualities)}")
+    return state()
 
 
 @contextmanager
@@ -179,25 +194,24 @@ def _check_receipt(row: Row, receipt: dict[str, Any]) -> None:
         raise RuntimeError(f"row {row.policy} at {row.budget}: found receipt {receipt}, expected a blended request")
 
 
-def measure_quality(engine: MeasuringEngine, prompts: Sequence[Prompt], rows: Sequence[Row],
-                    progress: Callable[[str], None], at_once: int = 7) -> dict[Row, Quality]:
-    """Teacher-forced KL and agreement of each row and of rounding noise, against full prefill of the same prompt."""
-    found = {row: Quality() for row in [FULL, NOISE, *rows]}
-    for number, prompt in enumerate(prompts, 1):
-        reference = engine.greedy(prompt.token_ids, ANSWER_TOKENS)
-        _note_quality(found[FULL], reference, reference, engine.end_ids)
-        split = len(prompt.token_ids) // 3
-        noise = engine.forced(prompt.token_ids, reference.token_ids, [FULL.controls], computed_prefix=split)[0]
-        _note_quality(found[NOISE], reference, noise, engine.end_ids)
-        for start in range(0, len(rows), at_once):
-            batch = rows[start : start + at_once]
-            answers = engine.forced(prompt.token_ids, reference.token_ids, [row.controls for row in batch])
-            for row, answer in zip(batch, answers, strict=True):
-                _check_receipt(row, answer.receipt)
-                _note_quality(found[row], reference, answer, engine.end_ids)
-        latest = ", ".join(f"{row.policy} {row.budget:g} {found[row].kl[-1]:.4f}" for row in rows)
-        progress(f"quality: prompt {number} of {len(prompts)}, KL: {latest}")
-    return found
+def measure_quality(engine: MeasuringEngine, prompt: Prompt, found: dict[Row, Quality], at_once: int = 7) -> None:
+    """Add one prompt's teacher-forced KL and agreement against its full prefill, for every row that `found` has."""
+    reference = engine.greedy(prompt.token_ids, ANSWER_TOKENS)
+    _note_quality(found[FULL], reference, reference, engine.end_ids)
+    split = len(prompt.token_ids) // 3
+    noise = engine.forced(prompt.token_ids, reference.token_ids, [FULL.controls], computed_prefix=split)[0]
+    _note_quality(found[NOISE], reference, noise, engine.end_ids)
+    blended = [row for row in found if row not in (FULL, NOISE)]
+    for start in range(0, len(blended), at_once):
+        batch = blended[start : start + at_once]
+        answers = engine.forced(prompt.token_ids, reference.token_ids, [row.controls for row in batch])
+        for row, answer in zip(batch, answers, strict=True):
+            _check_receipt(row, answer.receipt)
+            _note_quality(found[row], reference, answer, engine.end_ids)
+
+
+def _latest(found: dict[Row, Quality]) -> str:
+    return ", ".join(f"{row.policy} {row.budget:g} {quality.kl[-1]:.4f}" for row, quality in found.items())
 
 
 def _note_quality(quality: Quality, reference: Any, other: Any, suppressed: list[int]) -> None:
