@@ -90,7 +90,7 @@ def main(
 
     shares = parse_budgets(budgets)
     found = measure(config, prompts, repeat, shares, held_out, speed, quality, typer.echo,
-                    keep=lambda state: write_json(json_path, state))
+                    keep=lambda report: write_json(json_path, report))
     print_report(found)
 
 
@@ -104,78 +104,103 @@ def parse_budgets(text: str) -> tuple[float, ...]:
     return budgets
 
 
+@dataclass
+class Results:
+    """What has been measured so far; `report` can be taken at any time."""
+
+    rows: list[Row]
+    settings: dict[str, Any]
+    """Of the measurement: model, dtypes and so on, for the report."""
+    speeds: dict[Row, Speed] = field(default_factory=dict)
+    qualities: dict[Row, Quality] = field(default_factory=dict)
+    prompt_tokens: list[int] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """Everything `bench blend` writes: `rows`, `hkvd_layers`, `wins`, and the settings."""
+        speeds = self.speeds if self.speeds and self.speeds[FULL].ttft_s else {}
+        qualities = self.qualities if self.qualities and self.qualities[FULL].kl else {}
+        return summarize(self.rows, speeds, qualities) | self.settings | {
+            "prompt_tokens_mean": _mean(self.prompt_tokens),
+            "answer_tokens": ANSWER_TOKENS,
+            "ttft_prompts": len(speeds[FULL].ttft_s) if speeds else 0,
+            "quality_prompts": len(qualities[FULL].kl) if qualities else 0,
+        }
+
+
 def measure(config: Path | None, prompts: int, repeat: int, budgets: Sequence[float], held_out: bool = False,
             speed: bool = True, quality: bool = True, progress: Callable[[str], None] = print,
-            keep: Callable[[dict[str, Any]], None] = lambda state: None) -> dict[str, Any]:
-    """Everything `bench blend` writes: `rows`, `hkvd_layers`, `wins`, and the settings it was measured with.
+            keep: Callable[[dict[str, Any]], None] = lambda report: None) -> dict[str, Any]:
+    """Run the measurements and return the report.
 
-    `keep` is given the results after every prompt, so that a long run that is interrupted is not lost.
+    `keep` is given the report after every prompt, so that a long run that is interrupted is not lost.
     """
-    from ucm_ray.bench.data import evaluation_prompts, held_out_prompts, load_documents
+    from ucm_ray.bench.data import evaluation_prompts, held_out_prompts
     from ucm_ray.config import load_settings
     from ucm_ray.integration.vllm.measuring import served_dtype
 
     settings = load_settings(config)
     served = served_dtype(settings)
-    texts = [document.stored_text for document in load_documents()]
-    rows = rows_of(budgets)
-    speeds: dict[Row, Speed] = {}
-    qualities: dict[Row, Quality] = {}
-    lengths: list[int] = []
-
-    def state() -> dict[str, Any]:
-        measured = {row: found for row, found in qualities.items() if found.kl}
-        return summarize(rows, speeds, measured) | {
-            "model": settings.model, "dtype_ttft": served if speed else None, "dtype_quality": QUALITY_DTYPE,
-            "prompt_tokens_mean": _mean(lengths), "answer_tokens": ANSWER_TOKENS, "held_out": held_out,
-            "ttft_prompts": len(speeds[FULL].ttft_s) if speeds else 0,
-            "quality_prompts": len(measured[FULL].kl) if measured else 0,
-        }
-
-    # quality is measured in float32; where the service runs in it too, one engine does for both
-    dtypes = list(dict.fromkeys([served] * speed + [QUALITY_DTYPE] * quality))
-    for dtype in dtypes:
-        with _engine(settings, dtype, texts, progress) as engine:
+    results = Results(rows_of(budgets), {"model": settings.model, "dtype_ttft": served, "dtype_quality": QUALITY_DTYPE,
+                                         "held_out": held_out})
+    # where the service runs in float32 too, one engine does for both
+    for dtype in dict.fromkeys([served] * speed + [QUALITY_DTYPE] * quality):
+        with _engine(settings, dtype, progress) as engine:
             if speed and dtype == served:
                 cases = evaluation_prompts(engine.tokenizer, repeat + 1)
-                lengths += [len(case.token_ids) for case in cases]
-                speeds = measure_speed(engine, cases, [FULL, *rows], progress)
-                keep(state())
+                _measure_speeds(engine, cases, results, progress, keep)
             if quality and dtype == QUALITY_DTYPE:
                 build = held_out_prompts if held_out else evaluation_prompts
-                cases = build(engine.tokenizer, prompts)
-                lengths += [len(case.token_ids) for case in cases]
-                qualities = {row: Quality() for row in [FULL, NOISE, *rows]}
-                for number, prompt in enumerate(cases, 1):
-                    measure_quality(engine, prompt, qualities)
-                    keep(state())
-                    progress(f"quality: prompt {number} of {len(cases)}, KL: {_latest(qualities)}")
-    return state()
+                _measure_qualities(engine, build(engine.tokenizer, prompts), results, progress, keep)
+    return results.report()
+
+
+def _measure_speeds(engine: MeasuringEngine, prompts: Sequence[Prompt], results: Results,
+                    progress: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> None:
+    """The first prompt warms up. Rows take turns, so that drift hits all alike."""
+    results.prompt_tokens += [len(prompt.token_ids) for prompt in prompts]
+    measure_speed(engine, prompts[0], {row: Speed() for row in [FULL, *results.rows]})
+    results.speeds = {row: Speed() for row in [FULL, *results.rows]}
+    for number, prompt in enumerate(prompts[1:], 1):
+        measure_speed(engine, prompt, results.speeds)
+        keep(results.report())
+        latest = _latest({row: found.ttft_s for row, found in results.speeds.items()})
+        progress(f"TTFT in s, prompt {number} of {len(prompts) - 1}: {latest}")
+
+
+def _measure_qualities(engine: MeasuringEngine, prompts: Sequence[Prompt], results: Results,
+                       progress: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> None:
+    results.prompt_tokens += [len(prompt.token_ids) for prompt in prompts]
+    results.qualities = {row: Quality() for row in [FULL, NOISE, *results.rows]}
+    for number, prompt in enumerate(prompts, 1):
+        measure_quality(engine, prompt, results.qualities)
+        keep(results.report())
+        latest = _latest({row: found.kl for row, found in results.qualities.items()})
+        progress(f"KL, prompt {number} of {len(prompts)}: {latest}")
+
+
+def _latest(values: dict[Row, list[float]]) -> str:
+    return ", ".join(f"{row.policy} {row.budget:g} {found[-1]:.4f}" for row, found in values.items())
 
 
 @contextmanager
-def _engine(settings: Any, dtype: str, texts: Sequence[str], progress: Callable[[str], None]):
+def _engine(settings: Any, dtype: str, progress: Callable[[str], None]):
     """An engine that holds every document's canonical KV."""
+    from ucm_ray.bench.data import load_documents
     from ucm_ray.integration.vllm.measuring import MeasuringEngine
 
+    texts = [document.stored_text for document in load_documents()]
     with MeasuringEngine(settings, dtype=dtype) as engine:
         progress(f"storing {len(texts)} documents behind the sink passage ({dtype})")
         engine.ingest(texts)
         yield engine
 
 
-def measure_speed(engine: MeasuringEngine, prompts: Sequence[Prompt], rows: Sequence[Row],
-                  progress: Callable[[str], None]) -> dict[Row, Speed]:
-    """TTFT of each row on each prompt but the first, which warms up. Rows take turns, so that drift hits all alike."""
-    found = {row: Speed() for row in rows}
-    for number, prompt in enumerate(prompts):
-        for row in rows:
-            first = engine.first_token(prompt.token_ids, row.controls)
-            _check_receipt(row, first.receipt)
-            if number:
-                _note_speed(found[row], first)
-        progress(f"TTFT: prompt {number} of {len(prompts) - 1}")
-    return found
+def measure_speed(engine: MeasuringEngine, prompt: Prompt, found: dict[Row, Speed]) -> None:
+    """Add one prompt's TTFT, one request of each row that `found` has."""
+    for row, speed in found.items():
+        first = engine.first_token(prompt.token_ids, row.controls)
+        _check_receipt(row, first.receipt)
+        _note_speed(speed, first)
 
 
 def _note_speed(speed: Speed, first: Any) -> None:
@@ -208,10 +233,6 @@ def measure_quality(engine: MeasuringEngine, prompt: Prompt, found: dict[Row, Qu
         for row, answer in zip(batch, answers, strict=True):
             _check_receipt(row, answer.receipt)
             _note_quality(found[row], reference, answer, engine.end_ids)
-
-
-def _latest(found: dict[Row, Quality]) -> str:
-    return ", ".join(f"{row.policy} {row.budget:g} {quality.kl[-1]:.4f}" for row, quality in found.items())
 
 
 def _note_quality(quality: Quality, reference: Any, other: Any, suppressed: list[int]) -> None:
