@@ -233,3 +233,20 @@ def test_the_command_line_does_the_same(service, documents, tmp_path):
     assert json.loads(run("cache", "stats"))["pinned"] == 0
     refused = CliRunner().invoke(app, ["cache", "stats", "--url", service.url, "--api-key", "wrong"])
     assert refused.exit_code == 1 and "401" in refused.output
+
+
+def test_a_newcomers_first_blended_answer_takes_curl_alone(service, tmp_path):
+    """The example of the README, with this service's key and model name."""
+    import shutil
+    import subprocess
+    from pathlib import Path
+
+    shutil.copytree(Path(__file__).parents[2] / "examples", tmp_path / "examples")
+    question = tmp_path / "examples" / "question.json"
+    question.write_text(question.read_text().replace("smollm2-135m-instruct", MODEL))
+    script = tmp_path / "examples" / "first_request.sh"
+    script.write_text(script.read_text().replace("JSON=(", f"JSON=(-H 'Authorization: Bearer {KEYS[1]}' "))
+    done = subprocess.run(["bash", script, service.url], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads(done.stdout.split("Receipt:")[1])
+    assert receipt["blend"]["reused_tokens"] > 900
