@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from actors.store_follower import StoreFollower
+from actors.store_follower import StoreFollower, pause_s
 from ucm_ray.store.base import ChunkMeta
 
 logger = logging.getLogger("ucm_ray.directory")
@@ -345,12 +345,15 @@ class ChunkDirectory:
         return os.getpid()
 
     def _follow(self, refresh_s: float) -> None:
+        took_s = 0.0
         while True:
-            time.sleep(refresh_s)
+            time.sleep(pause_s(refresh_s, took_s))
+            begun_s = time.monotonic()
             try:
                 self._apply_store()
             except Exception:
                 logger.exception("reading the list of stored chunks failed; it is tried again")
+            took_s = time.monotonic() - begun_s
 
     def _apply_store(self) -> None:
         added, removed = self._follower.changes()

@@ -23,7 +23,7 @@ from actors.chunk_directory import (
     connect_directory,
     directory_name,
 )
-from actors.store_follower import StoreFollower
+from actors.store_follower import StoreFollower, pause_s
 from ucm_ray.store.base import ChunkMeta, StoredChunk
 from ucm_ray.store.factory import StageContext, register_stage, roots_and_capacity
 from ucm_ray.store.posix import PosixStage
@@ -64,13 +64,16 @@ class ChunkSource:
         return connect_directory(self._directory_name)
 
     def _follow(self, refresh_s: float) -> None:
+        took_s = 0.0
         while True:
-            time.sleep(refresh_s)
+            time.sleep(pause_s(refresh_s, took_s))
+            begun_s = time.monotonic()
             try:
                 self._report(self._directory())
             except Exception as error:  # the directory restarts by itself; it is told everything then
                 logger.info("the chunk directory is not told (%s), trying again", type(error).__name__)
                 self._epoch = ""
+            took_s = time.monotonic() - begun_s
 
     def _report(self, directory: Any) -> None:
         import ray

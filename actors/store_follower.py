@@ -15,6 +15,11 @@ from ucm_ray.store.factory import UcmConnectorFactory
 _SETTLED_NS = 2_000_000_000
 
 
+def pause_s(refresh_s: float, took_s: float) -> float:
+    """Seconds to the next look: a folder with very many sub-folders is looked at less often, for 5% of a core."""
+    return max(refresh_s, 20 * took_s)
+
+
 class StoreFollower:
     """What was stored and what vanished since the last call of `changes`.
 
