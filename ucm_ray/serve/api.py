@@ -160,14 +160,6 @@ class Affected(BaseModel):
     chunks: int
 
 
-class RetrieveRequest(_Body):
-    """Score KV blocks by a query: the interface ESA uses while decoding, open to experiments."""
-
-    query: list[list[float]] = Field(min_length=1, description="[num_heads, head_dim]")
-    block_hashes: list[str] = Field(min_length=1, max_length=MAX_KEYS)
-    k: int = Field(ge=1, le=MAX_KEYS)
-
-
 class Statistics(BaseModel):
     """Of the caller's own cache and requests only."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 import uuid
@@ -15,6 +16,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import CompletionReq
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
 
 from actors.peer_store import start_source
+from actors.retrieval_pool import PoolSettings, start_pool
 from ucm_ray.serve.receipts import append_receipt, no_receipt, record_receipts
 
 _KEPT_RECEIPTS = 4096
@@ -24,6 +26,7 @@ class UcmLLMServer(LLMServer):
     """One engine. Everything here runs beside the engine's step, in the replica's own process."""
 
     async def start(self) -> None:
+        await asyncio.to_thread(start_retrieval, self._llm_config.engine_kwargs)
         await super().start()
         client = self.engine._engine_client
         self._receipts: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -101,3 +104,16 @@ class UcmLLMServer(LLMServer):
             return receipt | {"replica": self._replica}
         reason = "the engine gave no receipt" if self._recorded else "blend and ESA are off"
         return no_receipt(reason, prompt_tokens)
+
+
+def start_retrieval(engine_kwargs: dict[str, Any]) -> None:
+    """The cluster's retrieval shards, where `retrieval.backend` is `ray`: the engine's workers expect to find them."""
+    transfer = engine_kwargs.get("kv_transfer_config") or {}
+    retrieval = transfer.get("kv_connector_extra_config", {}).get("retrieval") or {}
+    if retrieval.get("backend") != "ray":
+        return
+    shards, most = retrieval["shards"], retrieval["max_shards"]
+    start_pool(PoolSettings(
+        shards=shards, min_shards=shards, max_shards=most, autoscale=most > shards,
+        capacity_bytes=retrieval["capacity_bytes"], num_cpus=retrieval["num_cpus"], num_gpus=retrieval["num_gpus"],
+    ), namespace=retrieval["namespace"])
