@@ -247,6 +247,11 @@ class Pipeline(KVStage):
             self._queued_bytes -= num_bytes
             self._queue.notify_all()
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `save_async` would take a chunk of that size now."""
+        with self._queue:
+            return self._queued_bytes + num_bytes <= self.save_queue_bytes
+
     def flush(self, timeout_s: float | None = None) -> bool:
         with self._queue:
             return self._queue.wait_for(lambda: not self._queued, timeout_s)

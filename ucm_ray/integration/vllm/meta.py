@@ -36,6 +36,7 @@ class SaveJob:
     request_id: str
     block_ids: np.ndarray  # int64
     chunks: list[tuple[int, ChunkMeta]]  # position of the chunk's first token in the request, what to store
+    since_s: float = 0.0  # the worker's clock, when the job reached it
 
 
 @dataclass

@@ -40,12 +40,15 @@ class VirtualSequences:
     def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module, paged: PagedKV) -> None:
         self.model, self.paged = model, paged
         self._vllm_config = vllm_config
-        self.max_rows = vllm_config.scheduler_config.max_num_seqs
+        first = paged.layers[paged.names[0]]
+        # GPU builders may hold buffers for `max_num_seqs` sequences; the CPU's holds none, and many rows a pass save passes
+        is_cpu = first.attn_backend.get_name() == "CPU_ATTN"
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens if is_cpu else (
+            vllm_config.scheduler_config.max_num_seqs)
         self.max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.skip_compiled = False
         """Run the model's Python instead of its compiled form (as passes over the first layers always do)."""
         self._layer_index = {id(paged.layers[name]): index for index, name in enumerate(paged.names)}
-        first = paged.layers[paged.names[0]]
         # a builder of our own: the runner's may hold buffers staged for the engine's step
         builder_cls = first.attn_backend.get_builder_cls()
         self._builder = builder_cls(first.get_kv_cache_spec(vllm_config), paged.names, vllm_config, paged.device)

@@ -32,6 +32,8 @@ IDLE_WAIT_S = 0.05  # an idle engine waits this long a step for files instead of
 IDLE_TOKENS = 8192  # work of one idle step: a new request waits at most this long
 PASS_TOKENS = 512  # a pass of that many tokens is bound by arithmetic: sharing more gains nothing
 SAVE_TOKENS_PER_STEP = 256
+SAVE_PATIENCE_S = 20.0
+BLOCKED_WAIT_S = 0.002
 INGEST_TOKENS_PER_STEP = 256
 
 
@@ -109,7 +111,9 @@ class WorkerSide:
         idle = meta.num_scheduled_tokens == 0
         self._accept_read_plans(meta, idle)
         self._run_tasks(IDLE_TOKENS if idle else self._busy_tokens)
-        self._run_saves(SAVE_TOKENS_PER_STEP if not idle else IDLE_TOKENS)
+        self._run_saves(SAVE_TOKENS_PER_STEP)
+        if idle and self._saves and not self._tasks:
+            time.sleep(BLOCKED_WAIT_S)  # leave the processor to the writing thread
         if idle and not self._tasks:
             self._run_ingests(INGEST_TOKENS_PER_STEP)
 
@@ -130,7 +134,7 @@ class WorkerSide:
         for namespace, keys in meta.dropped_chunks:
             self._store.delete(namespace, keys)
         for job in meta.saves:
-            job.block_ids = self._kernel_blocks(job.block_ids)
+            job.block_ids, job.since_s = self._kernel_blocks(job.block_ids), time.monotonic()
             self._saves.append(job)
         for request_id, request in meta.request_metas.items():
             request.block_ids = self._kernel_blocks(request.block_ids)
@@ -148,7 +152,7 @@ class WorkerSide:
     def _save_now(self, namespace: str, keys: set[str]) -> None:
         """A plan may name chunks that the scheduler has only just asked to save."""
         while any(meta.key in keys and meta.namespace == namespace for job in self._saves for _, meta in job.chunks):
-            self._run_saves(1)
+            self._run_saves(1, patient=False)
 
     def _load(self, namespace: str, keys: list[str]) -> list[StoredChunk | None]:
         """Chunks from memory on their way to the disk, else from the store."""
@@ -314,10 +318,18 @@ class WorkerSide:
 
     # ---- exact KV out of the cache
 
-    def _run_saves(self, budget: int) -> None:
+    def _run_saves(self, budget: int, patient: bool = True) -> None:
+        """Copy out chunks of finished requests, oldest first. While the store's queue is full they wait in their blocks,
+        for a time: a slow disk delays saving before it loses anything."""
         while self._saves and budget > 0:
             job = self._saves[0]
-            chunks, job.chunks = take_chunks(job.chunks, budget)
+            chunks, rest = take_chunks(job.chunks, budget)
+            if patient and chunks and not self._store.has_room(sum(meta.payload_bytes for _, meta in chunks)):
+                if time.monotonic() - job.since_s < SAVE_PATIENCE_S:
+                    return
+                self._report.lost += [(meta.namespace, meta.key) for _, meta in job.chunks]
+                chunks = rest = []
+            job.chunks = rest
             budget -= sum(meta.num_tokens for _, meta in chunks)
             self._save_chunks(job.block_ids, chunks)
             if not job.chunks:
@@ -396,7 +408,7 @@ class WorkerSide:
     def shutdown(self) -> None:
         if self.esa is not None:
             self.esa.shutdown()
-        self._run_saves(1 << 30)
+        self._run_saves(1 << 30, patient=False)
         self._store.flush(10.0)
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._store.close()
