@@ -416,12 +416,33 @@ def _join(address: str | None, timeout_s: float) -> None:
             raise RetrievalError(f"no Ray cluster answers at address {address!r}: {error}") from error
     try:
         ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
-        raise RetrievalError(f"no Ray cluster found at address {address or 'auto'!r}: {error}") from error
     except Exception as error:
-        if "uthenticat" in f"{type(error).__name__} {error}":
-            raise RetrievalError(f"the Ray cluster at {address or 'auto'!r} refused this process: {error}") from error
-        raise RetrievalError(f"could not join the Ray cluster at {address or 'auto'!r}: {error}") from error
+        where = address or "auto"
+        # ray.init reports a refused token as if nothing were there.
+        refusal = error if _is_refusal(error) else _refusal(address)
+        if refusal is not None:
+            raise RetrievalError(f"the Ray cluster at address {where!r} refused this process (is the token in "
+                                 f"RAY_AUTH_TOKEN or ~/.ray/auth_token the cluster's?): {refusal}") from error
+        if isinstance(error, ConnectionError):
+            raise RetrievalError(f"no Ray cluster found at address {where!r}: {error}") from error
+        raise RetrievalError(f"could not join the Ray cluster at address {where!r}: {error}") from error
+
+
+def _refusal(address: str | None) -> Exception | None:
+    """Why the cluster at `address` does not let this process in; None if it does, or if nothing answers."""
+    from ray._raylet import GcsClient
+
+    if not address or ":" not in address or "://" in address:
+        return None
+    try:
+        GcsClient(address=address).get_all_node_info(timeout=3)
+    except Exception as error:
+        return error if _is_refusal(error) else None
+    return None
+
+
+def _is_refusal(error: Exception) -> bool:
+    return "authenticat" in f"{type(error).__name__} {error}".lower()
 
 
 def _number(shard_name: str) -> int:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ucm_ray.retrieval import wire
+from ucm_ray.retrieval import kernels, wire
 from ucm_ray.retrieval.bank import BlockBank
 from ucm_ray.retrieval.packed import Geometry, PackedAnswer, Source
+from ucm_ray.retrieval.scorers import CpuScorer
 
 CONCURRENCY_GROUPS = {"data": 1, "control": 2}
 _DATA_METHODS = ("write", "answer", "missing", "forget", "evict")
@@ -117,8 +118,8 @@ class RetrievalShard:
     def warm_up(self) -> str:
         """Loads the kernels, so the first query does not wait for that; returns the epoch."""
         if self._device == "cpu":
-            from ucm_ray.retrieval.kernels import warm_up
-            warm_up()
+            for dtype in CpuScorer.DTYPES.values():
+                kernels.warm_up(dtype)
         return self._epoch
 
     def _bank_for(self, geometry: Geometry) -> BlockBank:

@@ -8,6 +8,8 @@ Layout of the arena: `[slots, num_layers, num_kv_heads, num_stats, head_dim]`, o
 writing a block is one copy, a request's blocks may lie anywhere, and reading one is a long sequential stream.
 """
 
+import functools
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
@@ -46,6 +48,14 @@ def _half_to_float32(typing_context, bits):
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
 
     return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def _trailing_zeros(typing_context, bits):
+    def codegen(context, builder, signature, args):
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), codegen
 
 
 def _dot(record, query):
@@ -96,54 +106,55 @@ def ordered_bits(score):
 
 
 @njit(**_EXACT)
+def _find_threshold(keys, n, k, histogram):
+    """Which of `keys[:n]` are the `k` largest, as (prefix, shift, ties): those with key >> shift above the prefix, and
+    `ties` of those equal to it. Three passes of a radix select at most; requires 0 <= k < n.
+    """
+    needed = k
+    prefix = np.uint32(0)
+    shift = np.uint32(32)
+    for step in range(3):
+        next_shift = np.uint32(_RADIX_SHIFTS[step])
+        mask = np.uint32((1 << (shift - next_shift)) - 1)
+        histogram[:] = 0
+        top = np.uint32(0)
+        for i in range(n):
+            # Shifting a uint32 by 32 is undefined, so the first step takes all keys without a look at a prefix.
+            if step == 0 or keys[i] >> shift == prefix:
+                digit = (keys[i] >> next_shift) & mask
+                histogram[digit] += 1
+                top = max(top, digit)
+        chosen = np.int64(top)
+        while histogram[chosen] < needed:
+            needed -= histogram[chosen]
+            chosen -= 1
+        prefix = np.uint32(chosen) | (prefix << (shift - next_shift) if step else np.uint32(0))
+        shift = next_shift
+        if histogram[chosen] == needed:
+            break
+    return prefix, shift, needed
+
+
+@njit(**_EXACT)
 def select_row(scores, n, k, keys, histogram, picked):
     """Writes the indices of the `k` best of `scores[:n]` to `picked[:k]`, ascending; the lower index wins ties.
 
-    A radix select: three passes over histograms of the ordered bits find the k-th best key exactly.
     Scratch: `keys` uint32 `[>= n]`, `histogram` int32 `[2048]`. Requires 0 <= k <= n.
     """
     if k == n:
         for i in range(n):
             picked[i] = i
         return
-    histogram[:] = 0
-    top = np.uint32(0)
     for i in range(n):
-        key = ordered_bits(scores[i])
-        keys[i] = key
-        digit = key >> np.uint32(21)
-        histogram[digit] += 1
-        top = max(top, digit)
-    needed = k
-    prefix = np.uint32(0)
-    shift = np.uint32(32)
-    for step in range(3):
-        next_shift = np.uint32(_RADIX_SHIFTS[step])
-        if step:
-            mask = np.uint32((1 << (shift - next_shift)) - 1)
-            histogram[:] = 0
-            top = np.uint32(0)
-            for i in range(n):
-                if keys[i] >> shift == prefix:
-                    digit = (keys[i] >> next_shift) & mask
-                    histogram[digit] += 1
-                    top = max(top, digit)
-        chosen = np.int64(top)
-        while histogram[chosen] < needed:
-            needed -= histogram[chosen]
-            chosen -= 1
-        # Shifting a uint32 by 32 is undefined, so the first step does not shift its empty prefix.
-        prefix = np.uint32(chosen) | (prefix << (shift - next_shift) if step else np.uint32(0))
-        shift = next_shift
-        if histogram[chosen] == needed:
-            break
+        keys[i] = ordered_bits(scores[i])
+    prefix, shift, ties = _find_threshold(keys, n, k, histogram)
     found = 0
     for i in range(n):
         key = keys[i] >> shift
-        tie = (key == prefix) & (needed > 0)
+        tie = (key == prefix) & (ties > 0)
         picked[found] = i  # overwritten by the next one unless taken; no branch to mispredict
         found += (key > prefix) | tie
-        needed -= tie
+        ties -= tie
 
 
 @njit(**_EXACT)
@@ -258,67 +269,83 @@ def scratch_bytes(max_blocks: int, num_layers: int, groups: int, width: int) -> 
 
 
 @njit(**_EXACT)
-def merge_rows(part_blocks, part_scores, k, row_begin, row_end, out_blocks, out_scores):
+def merge_rows(part_blocks, part_scores, k, num_positions, row_begin, row_end, out_blocks, out_scores):
     """Merges the answers of several shards; rows are (request, layer, group) flattened, `k` is given per row.
 
+    The threshold needs no order; winners are marked in bitmaps over positions, which are then read in order.
+
     Args:
-        part_blocks, part_scores: `[num_parts, rows, max_k]`, int32 with -1 behind the last found, and float32.
+        part_blocks, part_scores: `[num_parts, rows, max_k]`, int32 below `num_positions` with -1 behind the last found,
+            and float32.
         out_blocks, out_scores: `[rows, max_k]`; blocks ascend, of equal scores the lower block wins.
     """
     num_parts, _, max_k = part_blocks.shape
-    capacity = num_parts * max_k
-    blocks = np.empty(capacity, np.int32)
-    scores = np.empty(capacity, np.float32)
-    keys = np.empty(capacity, np.uint32)
-    picked = np.empty(capacity, np.int32)
+    keys = np.empty(num_parts * max_k, np.uint32)
+    blocks = np.empty(num_parts * max_k, np.int32)
     histogram = np.empty(_RADIX_BINS, np.int32)
-    cursor = np.empty(num_parts, np.int64)
+    score_at = np.empty(num_positions, np.float32)
+    winners = np.zeros(num_positions // 64 + 1, np.uint64)
+    tied = np.zeros(num_positions // 64 + 1, np.uint64)
     for row in range(row_begin, row_end):
-        n = _interleave(part_blocks, part_scores, row, cursor, blocks, scores)
-        found = min(k[row], n)
-        select_row(scores, n, found, keys, histogram, picked)
-        for i in range(found):
-            out_blocks[row, i] = blocks[picked[i]]
-            out_scores[row, i] = scores[picked[i]]
+        n = 0
+        for part in range(num_parts):
+            for i in range(max_k):
+                block = part_blocks[part, row, i]
+                if block < 0:
+                    break
+                blocks[n] = block
+                score_at[block] = part_scores[part, row, i]
+                keys[n] = ordered_bits(part_scores[part, row, i])
+                n += 1
+        prefix, shift, ties = np.uint32(0), np.uint32(31), 0
+        if k[row] < n:
+            prefix, shift, ties = _find_threshold(keys, n, k[row], histogram)
+        for i in range(n):
+            key = keys[i] >> shift
+            bit = np.uint64(1) << np.uint64(blocks[i] & 63)
+            winners[blocks[i] >> 6] |= bit if (key > prefix or k[row] >= n) else np.uint64(0)
+            tied[blocks[i] >> 6] |= bit if (key == prefix and k[row] < n) else np.uint64(0)
+        found = _read_bitmaps(winners, tied, ties, score_at, out_blocks[row], out_scores[row])
         for i in range(found, out_blocks.shape[1]):
             out_blocks[row, i] = -1
             out_scores[row, i] = -np.inf
 
 
 @njit(**_EXACT)
-def _interleave(part_blocks, part_scores, row, cursor, blocks, scores):
-    """One row of all parts, whose blocks each ascend, as one ascending list; returns its length."""
-    num_parts, _, max_k = part_blocks.shape
-    cursor[:] = 0
-    n = 0
-    while True:
-        best = -1
-        lowest = np.int32(2147483647)
-        for part in range(num_parts):
-            at = cursor[part]
-            if at < max_k:
-                block = part_blocks[part, row, at]
-                if 0 <= block < lowest:
-                    lowest = block
-                    best = part
-        if best < 0:
-            return n
-        blocks[n] = lowest
-        scores[n] = part_scores[best, row, cursor[best]]
-        cursor[best] += 1
-        n += 1
+def _read_bitmaps(winners, tied, ties, score_at, out_blocks, out_scores):
+    """Writes all winners and the first `ties` tied positions in order, and clears both bitmaps; returns how many."""
+    found = 0
+    for word in range(winners.size):
+        bits = tied[word]
+        tied[word] = 0
+        taken = winners[word]
+        winners[word] = 0
+        while bits and ties > 0:
+            lowest = bits & (~bits + np.uint64(1))
+            taken |= lowest
+            bits ^= lowest
+            ties -= 1
+        while taken:
+            block = word * 64 + _trailing_zeros(taken)
+            taken &= taken - np.uint64(1)
+            out_blocks[found] = block
+            out_scores[found] = score_at[block]
+            found += 1
+    return found
 
 
-def warm_up() -> None:
-    """Compiles the merge kernel and the scoring kernels of every dtype, or loads them from the cache on disk."""
-    from ucm_ray.retrieval.bank import BlockBank
-    from ucm_ray.retrieval.packed import DTYPES, Geometry, PackedQuery
-    from ucm_ray.retrieval.wire import merge
+@functools.cache
+def warm_up(dtype: type) -> None:
+    """Compiles the kernels for arenas of this numpy dtype, or loads them from the cache on disk; once per process.
 
-    for dtype in DTYPES:
-        geometry = Geometry(1, 1, 2, "mean", dtype)
-        bank = BlockBank(geometry, geometry.record_bytes, num_threads=1)
-        query = PackedQuery(("",), np.zeros((1, *geometry.record_shape), np.float32),
-                            *(np.full(1, value, np.int32) for value in (1, 0, 1)))
-        answer = bank.answer(query)
-    merge(query, [(answer.blocks, answer.scores)], answer.candidates)
+    A first query that compiled would miss its deadline, and hold up everything else in the process meanwhile.
+    """
+    units = 1 if dtype is np.uint32 else 2
+    zeros, ones = np.zeros(1, np.int32), np.ones(1, np.int32)
+    table = np.zeros((1, 1), np.int32)
+    blocks, scores = np.empty((1, 1, 1, 1), np.int32), np.empty((1, 1, 1, 1), np.float32)
+    answer_rows(np.zeros((1, 1, units), dtype), zeros, np.zeros(1, np.int64), 0, zeros, table, table, table, ones, zeros,
+                ones, ones, np.zeros((1, 1, 1, 2), np.float32), 0, 1, True, np.empty(scratch_bytes(1, 1, 1, 2), np.uint8),
+                blocks, scores, np.zeros(1, np.int32))
+    merge_rows(blocks.reshape(1, 1, 1), scores.reshape(1, 1, 1), ones, 1, 0, 1, blocks.reshape(1, 1),
+               scores.reshape(1, 1))

@@ -45,12 +45,15 @@ class Scorer(ABC):
 class CpuScorer(Scorer):
     """Arena in host memory; the rows of a query are split over `num_threads` threads, the caller being one of them."""
 
+    DTYPES = {"bfloat16": np.uint32, "float16": np.uint16, "float32": np.float32}  # how the kernels see the arena
+
     def __init__(self, geometry: Geometry, num_slots: int, num_threads: int):
         from ucm_ray.retrieval import kernels  # compiled on first use, so importing the package stays cheap
 
         self._kernels = kernels
         self._geometry = geometry
-        self._dtype = {"bfloat16": np.uint32, "float16": np.uint16, "float32": np.float32}[geometry.dtype]
+        self._dtype = self.DTYPES[geometry.dtype]
+        kernels.warm_up(self._dtype)
         units = geometry.record_bytes // geometry.num_layers // np.dtype(self._dtype).itemsize
         # Memory is committed by the system as slots are first written; numpy asks for huge pages, which matter here.
         self._arena = np.empty((num_slots, geometry.num_layers, units), self._dtype)

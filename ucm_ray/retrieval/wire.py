@@ -106,6 +106,6 @@ def merge(query: PackedQuery, parts: Sequence[tuple[np.ndarray, np.ndarray]], ca
     for index, (blocks, scores) in enumerate(parts):
         part_blocks[index, :, :blocks.shape[-1]] = blocks.reshape(rows, -1)
         part_scores[index, :, :blocks.shape[-1]] = scores.reshape(rows, -1)
-    merge_rows(part_blocks, part_scores, np.repeat(query.k, num_layers * groups), 0, rows,
+    merge_rows(part_blocks, part_scores, np.repeat(query.k, num_layers * groups), int(part_blocks.max()) + 1, 0, rows,
                answer.blocks.reshape(rows, max_k), answer.scores.reshape(rows, max_k))
     return answer
