@@ -10,7 +10,7 @@ from pathlib import Path
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
 
-BLOCK, NUM_BLOCKS = 32, 120
+BLOCK, NUM_BLOCKS = 32, 64
 PLAIN = {"esa": False, "blend": False, "save": False}
 
 
@@ -33,7 +33,7 @@ class Engine:
             model,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=2048,
+            max_model_len=1024,
             block_size=BLOCK,
             max_num_seqs=8,
             max_num_batched_tokens=256,
@@ -105,8 +105,8 @@ class Engine:
 def main(model: str, store: str, documents: str, answer: str) -> None:
     engine = Engine(model, store)
     text = " ".join(json.loads(line)["text"] for line in Path(documents).read_text(encoding="utf-8").splitlines())
-    ids = engine.tokens(text[:20000])
-    prompts = [ids[start : start + length] for start, length in ((0, 400), (500, 423), (1000, 447), (1500, 380))]
+    ids = engine.tokens(text[:16000])
+    prompts = [ids[start : start + length] for start, length in ((0, 300), (500, 323), (1000, 347), (1500, 280))]
     esa = {"esa": True, "blend": False, "save": False}
     found = {}
 
@@ -119,23 +119,23 @@ def main(model: str, store: str, documents: str, answer: str) -> None:
     found["mixed"] = engine.run(prompts, 64, [esa, PLAIN, esa, {**esa, "sparse_ratio": 1.0}], stagger=3)
 
     short = [prompt[:60] for prompt in prompts]
-    found["short_dense"] = engine.run(short, 24, PLAIN)
+    found["short_dense"] = engine.run(short, 12, PLAIN)
     engine.reset()
-    found["short_esa"] = engine.run(short, 24, esa)
+    found["short_esa"] = engine.run(short, 12, esa)
     found["tiny"] = engine.run([prompts[0][:5]], 8, esa)
 
     engine.reset()
-    first = engine.run([prompts[0]], 60, {**esa, "sparse_ratio": 0.1})
+    first = engine.run([prompts[0]], 40, {**esa, "sparse_ratio": 0.1})
     second = prompts[0] + first[0]["tokens"] + ids[2000:2040]
     found["turn_one"] = first
-    found["turn_two"] = engine.run([second], 24, PLAIN)
+    found["turn_two"] = engine.run([second], 16, PLAIN)
     engine.reset()
-    found["turn_two_plain"] = engine.run([second], 24, PLAIN)
+    found["turn_two_plain"] = engine.run([second], 16, PLAIN)
 
     engine.reset()
-    long = [ids[start : start + 800] for start in (0, 900, 1800, 2700)]
+    long = [ids[start : start + 440] for start in (0, 900, 1800, 2700)]
     before = engine.preempted
-    found["preempted"] = engine.run(long, 220, esa)
+    found["preempted"] = engine.run(long, 90, esa)
     found["preemptions"] = engine.preempted - before
     found["after_preemption"] = engine.run(prompts[:2], 16, PLAIN)
 

@@ -69,13 +69,13 @@ def test_below_min_blocks_tokens_are_dense(found):
 
 def test_the_next_turn_without_esa_is_exactly_plain_vllm(found):
     assert tokens(found["turn_two"]) == tokens(found["turn_two_plain"])
-    exact_prompt_blocks = 400 // 32 * 32
+    exact_prompt_blocks = 300 // 32 * 32
     assert found["turn_two"][0]["cached"] == exact_prompt_blocks, "exactly the prompt is reused"
 
 
 def test_preempted_requests_finish_and_freed_blocks_serve_others_exactly(found):
     assert found["preemptions"] > 0
-    assert all(len(result["tokens"]) == 220 for result in found["preempted"])
+    assert all(len(result["tokens"]) == 90 for result in found["preempted"])
     assert [result["tokens"][:16] for result in found["dense"][:2]] == tokens(found["after_preemption"])
 
 
