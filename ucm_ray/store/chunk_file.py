@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from typing import NamedTuple, get_type_hints
 
 import msgspec
@@ -141,6 +142,8 @@ def read_header(handle: int) -> Header:
     return Header(meta, offset, payload_checksum, layers)
 
 
+# a chunk that is read again, because host memory had no room for it, brings the very same bytes
+@lru_cache(maxsize=1024)
 def _parse_block(block: bytes, json_bytes: int) -> tuple[ChunkMeta, bytes]:
     try:
         values = msgspec.structs.asdict(_decode_json(block[:json_bytes]))
