@@ -22,6 +22,8 @@ _EXACT = {"nogil": True, "cache": True, "boundscheck": False, "error_model": "nu
 
 _RADIX_SHIFTS = (21, 10, 0)
 _RADIX_BINS = 2048
+_LINEAR_BINS = 512
+_FEW = 24
 # Rows of scores a power of two apart would all fall into the same few cache sets.
 _ROW_PADDING = 16
 
@@ -106,9 +108,9 @@ def ordered_bits(score):
 
 
 @njit(**_EXACT)
-def _find_threshold(keys, n, k, histogram):
+def _radix_threshold(keys, n, k, histogram):
     """Which of `keys[:n]` are the `k` largest, as (prefix, shift, ties): those with key >> shift above the prefix, and
-    `ties` of those equal to it. Three passes of a radix select at most; requires 0 <= k < n.
+    `ties` of those equal to it. Three passes of a radix select at most; requires 1 <= k <= n.
     """
     needed = k
     prefix = np.uint32(0)
@@ -136,21 +138,66 @@ def _find_threshold(keys, n, k, histogram):
 
 
 @njit(**_EXACT)
+def find_threshold(scores, n, k, keys, histogram):
+    """What separates the `k` best of `scores[:n]`, as (prefix, shift, ties): see `_radix_threshold`.
+
+    One histogram over the range of the scores leaves only the few of one bin to be looked at closely. Requires
+    0 <= k < n; `keys` is scratch.
+    """
+    low = scores[0]
+    high = scores[0]
+    for i in range(n):
+        low = min(low, scores[i])
+        high = max(high, scores[i])
+    if k == 0:
+        return np.uint32(0xFFFFFFFF), np.uint32(0), 0
+    if not np.float32(1e-30) < high - low < np.float32(1e30):  # equal scores, or a range float32 cannot scale
+        for i in range(n):
+            keys[i] = ordered_bits(scores[i])
+        return _radix_threshold(keys, n, k, histogram)
+    scale = np.float32(_LINEAR_BINS - 1) / (high - low)
+    histogram[:_LINEAR_BINS] = 0
+    for i in range(n):
+        histogram[np.int32((scores[i] - low) * scale)] += 1
+    needed = k
+    chosen = _LINEAR_BINS - 1
+    while histogram[chosen] < needed:
+        needed -= histogram[chosen]
+        chosen -= 1
+    m = 0
+    for i in range(n):
+        keys[m] = ordered_bits(scores[i])
+        m += np.int32((scores[i] - low) * scale) == chosen
+    if m > _FEW:
+        return _radix_threshold(keys, m, needed, histogram)
+    for i in range(1, m):
+        key = keys[i]
+        j = i - 1
+        while j >= 0 and keys[j] < key:
+            keys[j + 1] = keys[j]
+            j -= 1
+        keys[j + 1] = key
+    threshold = keys[needed - 1]
+    ties = 1
+    while ties < needed and keys[needed - 1 - ties] == threshold:
+        ties += 1
+    return threshold, np.uint32(0), ties
+
+
+@njit(**_EXACT)
 def select_row(scores, n, k, keys, histogram, picked):
     """Writes the indices of the `k` best of `scores[:n]` to `picked[:k]`, ascending; the lower index wins ties.
 
-    Scratch: `keys` uint32 `[>= n]`, `histogram` int32 `[2048]`. Requires 0 <= k <= n.
+    Scratch: `keys` uint32 `[> n]`, `histogram` int32 `[2048]`; `picked` has room for n. Requires 0 <= k <= n.
     """
     if k == n:
         for i in range(n):
             picked[i] = i
         return
-    for i in range(n):
-        keys[i] = ordered_bits(scores[i])
-    prefix, shift, ties = _find_threshold(keys, n, k, histogram)
+    prefix, shift, ties = find_threshold(scores, n, k, keys, histogram)
     found = 0
     for i in range(n):
-        key = keys[i] >> shift
+        key = ordered_bits(scores[i]) >> shift
         tie = (key == prefix) & (ties > 0)
         picked[found] = i  # overwritten by the next one unless taken; no branch to mispredict
         found += (key > prefix) | tie
@@ -212,8 +259,8 @@ def answer_rows(arena, generations, last_used, tick, request_rows, table_slots, 
     used += 4 * max_blocks
     positions = scratch[used:used + 4 * max_blocks].view(np.int32)
     used += 4 * max_blocks
-    keys = scratch[used:used + 4 * max_blocks].view(np.uint32)
-    used += 4 * max_blocks
+    keys = scratch[used:used + 4 * max_blocks + 4].view(np.uint32)
+    used += 4 * max_blocks + 4
     picked = scratch[used:used + 4 * max_blocks].view(np.int32)
     used += 4 * max_blocks
     histogram = scratch[used:used + 4 * _RADIX_BINS].view(np.int32)
@@ -265,7 +312,7 @@ def answer_rows(arena, generations, last_used, tick, request_rows, table_slots, 
 
 def scratch_bytes(max_blocks: int, num_layers: int, groups: int, width: int) -> int:
     """Bytes of work space `answer_rows` needs per thread."""
-    return 4 * (4 * max_blocks + _RADIX_BINS + num_layers * groups * (width + max_blocks + _ROW_PADDING))
+    return 4 * (4 * max_blocks + 1 + _RADIX_BINS + num_layers * groups * (width + max_blocks + _ROW_PADDING))
 
 
 @njit(**_EXACT)
@@ -280,7 +327,8 @@ def merge_rows(part_blocks, part_scores, k, num_positions, row_begin, row_end, o
         out_blocks, out_scores: `[rows, max_k]`; blocks ascend, of equal scores the lower block wins.
     """
     num_parts, _, max_k = part_blocks.shape
-    keys = np.empty(num_parts * max_k, np.uint32)
+    keys = np.empty(num_parts * max_k + 1, np.uint32)
+    scores = np.empty(num_parts * max_k, np.float32)
     blocks = np.empty(num_parts * max_k, np.int32)
     histogram = np.empty(_RADIX_BINS, np.int32)
     score_at = np.empty(num_positions, np.float32)
@@ -294,17 +342,25 @@ def merge_rows(part_blocks, part_scores, k, num_positions, row_begin, row_end, o
                 if block < 0:
                     break
                 blocks[n] = block
-                score_at[block] = part_scores[part, row, i]
-                keys[n] = ordered_bits(part_scores[part, row, i])
+                scores[n] = part_scores[part, row, i]
+                score_at[block] = scores[n]
                 n += 1
         prefix, shift, ties = np.uint32(0), np.uint32(31), 0
         if k[row] < n:
-            prefix, shift, ties = _find_threshold(keys, n, k[row], histogram)
+            prefix, shift, ties = find_threshold(scores, n, k[row], keys, histogram)
+        # Blocks of a part ascend, so a word of the bitmaps is put together in registers and stored once per part.
+        word, won, drawn = np.int32(0), np.uint64(0), np.uint64(0)
         for i in range(n):
-            key = keys[i] >> shift
-            bit = np.uint64(1) << np.uint64(blocks[i] & 63)
-            winners[blocks[i] >> 6] |= bit if (key > prefix or k[row] >= n) else np.uint64(0)
-            tied[blocks[i] >> 6] |= bit if (key == prefix and k[row] < n) else np.uint64(0)
+            if blocks[i] >> 6 != word:
+                winners[word] |= won
+                tied[word] |= drawn
+                word, won, drawn = blocks[i] >> 6, np.uint64(0), np.uint64(0)
+            key = ordered_bits(scores[i]) >> shift
+            bit = np.uint64(blocks[i] & 63)
+            won |= np.uint64((key > prefix) | (k[row] >= n)) << bit
+            drawn |= np.uint64((key == prefix) & (k[row] < n)) << bit
+        winners[word] |= won
+        tied[word] |= drawn
         found = _read_bitmaps(winners, tied, ties, score_at, out_blocks[row], out_scores[row])
         for i in range(found, out_blocks.shape[1]):
             out_blocks[row, i] = -1
