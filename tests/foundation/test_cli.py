@@ -12,7 +12,7 @@ from ucm_ray.cli import app
 
 
 def _ucm_ray(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "ucm_ray", *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-m", "ucm_ray", *arguments], capture_output=True, text=True, timeout=240)
 
 
 def test_benchmarks_are_found_by_their_module_name() -> None:

@@ -44,7 +44,7 @@ def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bo
             from ucm_ray.serve.app import application
 
             # before the application is built: Ray Serve LLM asks Ray for its runtime context while building
-            ray.init(address=address or "local", namespace="serve", log_to_driver=verbose)
+            _connect(ray, address, verbose)
             app = application(settings)
             serve.start(http_options={"host": settings.service.host, "port": settings.service.port})
             _deploy(serve, app)
@@ -74,6 +74,14 @@ def _stop(drain: bool) -> None:
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _connect(ray: Any, address: str | None, verbose: bool) -> None:
+    try:
+        ray.init(address=address or "local", namespace="serve", log_to_driver=verbose)
+    except Exception as error:  # Ray raises bare Exception for a node that comes up too slowly
+        what = f"joining the Ray cluster at {address}" if address else "starting Ray"
+        raise StartError(f"{what} failed: {error} `ucm-ray doctor` checks the machine.") from error
 
 
 def _deploy(serve: Any, app: Any) -> None:
