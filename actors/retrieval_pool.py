@@ -1,6 +1,6 @@
 """The retrieval pool: how many shards there are and which; placement itself is every client's own arithmetic.
 
-`RetrievalPool` is a named, restartable Ray actor that starts shards, replaces and resizes them and scales their number by
+`RetrievalPool` is a named, restartable Ray actor that starts shards, replaces and scales them by
 stored bytes and queue time. It is on no query's path: clients ask it for the membership and talk to the shards.
 """
 
@@ -299,9 +299,10 @@ def start_pool(settings: PoolSettings | None = None, name: str = "retrieval", na
         if len(shards) >= settings.shards or version and settings.autoscale:
             return pool
         if time.monotonic() > end:
-            raise RetrievalError(f"after {wait_s} s {len(shards)} of {settings.shards} shards of pool {name!r} run; each "
-                                 f"asks for {settings.num_cpus} CPU, {settings.num_gpus} GPU, {settings.resources or 'no'}"
-                                 f" other resources, of which the cluster has {ray.available_resources()} left")
+            raise RetrievalError(f"after {wait_s} s {len(shards)} of {settings.shards} shards of pool {name!r} run; "
+                                 f"each asks for {settings.num_cpus} CPU, {settings.num_gpus} GPU, "
+                                 f"{settings.resources or 'no'} other resources, of which the cluster has "
+                                 f"{ray.available_resources()} left")
         time.sleep(0.02)
 
 

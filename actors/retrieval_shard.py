@@ -1,6 +1,6 @@
 """One shard of a retrieval pool: block representations on one device; upsert, score, evict.
 
-`RetrievalShard` is a plain class, so it also runs without Ray; `shard_actor` makes it a Ray actor with two threads of its
+`RetrievalShard` is a plain class, so it also runs without Ray; `shard_actor` makes it a Ray actor with threads of its
 own: "data" does one write or query after another in the order they were sent, "control" answers meanwhile.
 """
 

@@ -59,7 +59,8 @@ def connect(ray_local):
 def make_stats(num_blocks: int, seed: int = 0, geometry: Geometry = GEOMETRY) -> torch.Tensor:
     """Statistics of random blocks, `[num_stats, num_layers, num_blocks, num_kv_heads, head_dim]`."""
     generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(geometry.num_layers, num_blocks, 4, geometry.num_kv_heads, geometry.head_dim, generator=generator)
+    shape = (geometry.num_layers, num_blocks, 4, geometry.num_kv_heads, geometry.head_dim)
+    keys = torch.randn(shape, generator=generator)
     return geometry.method.compute(keys)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from actors.retrieval_shard import RetrievalShard
 from tests.retrieval.conftest import GEOMETRY, make_query, make_stats
-from ucm_ray.retrieval import PackedQuery, RetrievalWorker, Source
+from ucm_ray.retrieval import PackedQuery, RetrievalWorker, Source, kernels
 from ucm_ray.retrieval.client import Membership, PoolLink, RetrievalClient, ShardLink
 from ucm_ray.retrieval.placement import hash_names, place
 
@@ -190,7 +190,7 @@ def test_the_last_selection_is_clipped_to_what_is_asked(start):
     pool.shards[0].running.clear()
     answer = client.submit(ask(k=4, start=10, stop=40)).result(30)
     chosen = answer.selected(0, 0)
-    best = sorted(zip(-full.scores[0, 0, 0], full.blocks[0, 0, 0]))
+    best = sorted(zip(-full.scores[0, 0, 0], full.blocks[0, 0, 0], strict=True))
     assert chosen == sorted([int(block) for _, block in best if 10 <= block < 40][:4])
     assert answer.source(2) is Source.LAST and answer.selected(2, 0) == []
 
@@ -209,6 +209,7 @@ def test_a_shard_that_lost_its_blocks_is_noticed_and_filled_again(start, unshard
 def test_only_requests_with_missing_blocks_fall_back(start, unsharded):
     pool, client = start(2)
     expected = unsharded.submit(ask()).result(30)
+    assert client.submit(ask()).result(30).is_exact
     for shard in pool.shards:
         shard.shard.evict([KEYS[40]])  # held by "a" and "b", not by "one"
     answer = client.submit(ask()).result(30)
@@ -257,7 +258,7 @@ def test_resizing_loses_no_answer_and_moves_only_what_it_must(start, unsharded, 
     owner = place(hash_names(KEYS), hash_names([shard.shard_id for shard in pool.shards]))
     for index, shard in enumerate(pool.shards):
         held = set(KEYS) - set(shard.shard.missing(KEYS)[1])
-        mine = {key for key, at in zip(KEYS, owner) if at == index}
+        mine = {key for key, at in zip(KEYS, owner, strict=True) if at == index}
         assert mine <= held and held - before.get(shard.shard_id, set()) <= mine
 
 
@@ -309,6 +310,16 @@ def test_placement_is_even_and_adding_a_shard_moves_only_to_it():
     assert set(five[four != five]) == {4}
     with pytest.raises(ValueError, match="there are 0 shards"):
         place(keys, hash_names([]))
+
+
+def test_nothing_is_compiled_once_a_bank_exists(start):
+    start(1)
+    before = [len(kernel.signatures) for kernel in (kernels.answer_rows, kernels.merge_rows)]
+    _, client = start(2)
+    for per_head in (False, True):
+        assert client.submit(ask(per_head=per_head)).result(30).is_exact
+        assert client.submit(ask(k=[1, 2, 3], start=[0, 1, 2], stop=[9, 8, 7], per_head=per_head)).result(30).is_exact
+    assert [len(kernel.signatures) for kernel in (kernels.answer_rows, kernels.merge_rows)] == before
 
 
 def test_wrong_options_are_refused():

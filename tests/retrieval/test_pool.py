@@ -1,6 +1,7 @@
 """Shards that are Ray actors: exactness, kills, resizing, clients that come and go."""
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -149,7 +150,7 @@ def test_resizing_under_load_loses_no_answer(ray_local, pool, connect, unsharded
     client = publish(connect(name, deadline_s=DEADLINE_S))
     for size in (3, 2):
         version = client.stats()["version"]
-        sources = keep_asking(client, unsharded, 300, 0.002, lambda: ray_local.get(handle.resize.remote(size)))
+        sources = keep_asking(client, unsharded, 300, 0.002, functools.partial(handle.resize.remote, size))
         assert set(sources) <= {Source.EXACT, Source.LOCAL}
         end = time.monotonic() + 60
         while len(client.stats()["shards"]) != size and time.monotonic() < end:

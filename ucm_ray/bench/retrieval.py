@@ -1,10 +1,11 @@
-"""`ucm-ray bench retrieval`: one step's block queries, answered by the seed's thread pool, by one torch call, by the local
-worker and by Ray shards."""
+"""`ucm-ray bench retrieval`: one step's block queries, answered by the seed's thread pool, one torch call, the local
+worker and Ray shards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,15 +24,15 @@ def main(
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of a request.")] = 500,
     k: Annotated[int, typer.Option(min=0, help="Blocks chosen per request and layer.")] = 150,
     representation: Annotated[str, typer.Option(help="Block representation.")] = "mean",
-    dtype: Annotated[str, typer.Option(help="How the worker and the shards store: bfloat16, float16 or float32.")] = "bfloat16",
-    shards: Annotated[str, typer.Option(help="Numbers of Ray shards, comma separated; empty leaves Ray out.")] = "1,2,4",
+    dtype: Annotated[str, typer.Option(help="How worker and shards store: bfloat16, float16, float32.")] = "bfloat16",
+    shards: Annotated[str, typer.Option(help="Numbers of Ray shards, comma separated; empty: no Ray.")] = "1,2,4",
     repeat: Annotated[int, typer.Option(min=3, help="Timed calls of each kind.")] = 200,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
     """Time to answer one packed query, and how fast representations are read beside this machine's memory.
 
-    All kinds do the same work on the same numbers; `seed_threadpool` and `packed_torch` store float32. `gb_s` is bytes of
-    representations, as stored, by p50. Kinds take turns call by call, so that a busy moment hits all of them.
+    All kinds do the same work on the same numbers; `seed_threadpool` and `packed_torch` store float32. `gb_s` is bytes
+    of representations, as stored, by p50. Kinds take turns call by call, so that a busy moment hits all of them.
     """
     from ucm_ray.bench import report
     from ucm_ray.retrieval import Geometry
@@ -156,14 +157,14 @@ def _vectors(work: _Work) -> torch.Tensor:
 
 
 def _seed_threadpool(work: _Work) -> tuple[Callable, Callable]:
-    """The seed's worker: four threads, one task per request and layer, one stored vector per block, stacked per task."""
+    """The seed's worker: four threads, a task per request and layer, a stored vector per block, stacked per task."""
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
 
     threads = ThreadPoolExecutor(4)
     cache = {(layer, key): vector.clone() for layer in range(work.geometry.num_layers)
-             for key, vector in zip(work.keys, work.stats[:, layer].permute(1, 2, 0, 3).flatten(2))}
+             for key, vector in zip(work.keys, work.stats[:, layer].permute(1, 2, 0, 3).flatten(2), strict=True)}
     lists = list(work.lists().values())
     query = _vectors(work).view(work.requests, work.geometry.num_layers, work.geometry.num_kv_heads, -1)
 

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from typing import Callable, NamedTuple, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ class BlockBank:
     """Content-addressed block representations of one geometry, in a fixed number of bytes.
 
     Blocks are known by key (the hash of their content and context) and shared by all requests that hold them. When
-    the bank is full the least recently used blocks give way; blocks used less than `protect_s` ago do not, and what then
-    does not fit is refused, so that a pool that is too small refuses instead of thrashing. Thread safe.
+    the bank is full the least recently used blocks give way; blocks used less than `protect_s` ago do not, and what
+    then does not fit is refused, so that a pool that is too small refuses instead of thrashing. Thread safe.
     """
 
     def __init__(self, geometry: Geometry, capacity_bytes: int, device: str = "cpu", num_threads: int | None = None,
@@ -72,8 +73,8 @@ class BlockBank:
             if admitted:
                 slots = np.array([self._free.pop() for _ in admitted], np.int32)
                 self._scorer.write(slots, records[[new[key] for key in admitted]])
-                self._slot_of.update(zip(admitted, slots.tolist()))
-                for key, slot in zip(admitted, slots.tolist()):
+                self._slot_of.update(zip(admitted, slots.tolist(), strict=True))
+                for key, slot in zip(admitted, slots.tolist(), strict=True):
                     self._key_of[slot] = key
                 self._last_used[slots] = self._tick()
                 self._resolve(set(admitted))

@@ -12,7 +12,8 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from typing import Callable, Mapping, NamedTuple, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -348,7 +349,7 @@ class RetrievalClient(Retriever):
         candidates = np.sum([header.candidates for header in headers], axis=0, dtype=np.int32)
         incomplete = candidates != pending.expected
         if incomplete.any():
-            for shard, header in zip(pending.view.shards, headers):
+            for shard, header in zip(pending.view.shards, headers, strict=True):
                 if header.epoch != shard.epoch or time.monotonic() >= shard.retry_at_s:
                     shard.ready = False
             self._stale.set()
@@ -356,7 +357,8 @@ class RetrievalClient(Retriever):
             if incomplete.all():
                 self._deadlines.add(time.monotonic(), lambda: self._fall_back(pending, why))
                 return
-        answer = wire.merge(pending.query, [wire.decode_answer(part[0], part[1:]) for part in pending.parts], candidates)
+        parts = [wire.decode_answer(header, pieces) for header, *pieces in pending.parts]
+        answer = wire.merge(pending.query, parts, candidates)
         if incomplete.any():
             self._deadlines.add(time.monotonic(), lambda: self._fall_back(pending, why, answer, incomplete))
             return
@@ -365,7 +367,7 @@ class RetrievalClient(Retriever):
     def _expire(self, pending: _Pending) -> None:
         if pending.future.done():
             return
-        late = [shard for shard, part in zip(pending.view.shards, pending.parts) if part is None]
+        late = [shard for shard, part in zip(pending.view.shards, pending.parts, strict=True) if part is None]
         for shard in late:
             shard.suspect = True
         self._stale.set()
@@ -384,7 +386,7 @@ class RetrievalClient(Retriever):
         answer.sources[todo] = Source.DENSE.value
         answer.blocks[todo], answer.scores[todo] = -1, -np.inf
         now = time.monotonic()
-        # A late answer is worse than the last selection; a tenth of the deadline is kept for the queries behind this one.
+        # A late answer is worse than the last selection; a tenth of the deadline is kept for those behind this one.
         latest_s = pending.expires_s - 0.1 * pending.deadline_s - 2 * self._local_s
         if "local" in self._fallbacks and now <= latest_s:
             self._answer_locally(pending, answer, todo)
@@ -425,7 +427,8 @@ class RetrievalClient(Retriever):
             worst = pending.future.source
             self.counters[worst.name.lower()] += 1
             if worst in (Source.EXACT, Source.LOCAL):
-                self._last.update(zip(answer.request_ids, zip(itertools.repeat(answer), itertools.count())))
+                places = zip(itertools.repeat(answer), itertools.count(), strict=False)
+                self._last.update(zip(answer.request_ids, places, strict=False))
 
     @staticmethod
     def _why_unusable(view: _View) -> str:

@@ -400,8 +400,9 @@ def warm_up(dtype: type) -> None:
     zeros, ones = np.zeros(1, np.int32), np.ones(1, np.int32)
     table = np.zeros((1, 1), np.int32)
     blocks, scores = np.empty((1, 1, 1, 1), np.int32), np.empty((1, 1, 1, 1), np.float32)
-    answer_rows(np.zeros((1, 1, units), dtype), zeros, np.zeros(1, np.int64), 0, zeros, table, table, table, ones, zeros,
-                ones, ones, np.zeros((1, 1, 1, 2), np.float32), 0, 1, True, np.empty(scratch_bytes(1, 1, 1, 2), np.uint8),
-                blocks, scores, np.zeros(1, np.int32))
+    scratch = np.empty(scratch_bytes(1, 1, 1, 2), np.uint8)
+    answer_rows(np.zeros((1, 1, units), dtype), zeros, np.zeros(1, np.int64), 0, zeros, table, table, table, ones,
+                zeros, ones, ones, np.zeros((1, 1, 1, 2), np.float32), 0, 1, True, scratch, blocks, scores,
+                np.zeros(1, np.int32))
     merge_rows(blocks.reshape(1, 1, 1), scores.reshape(1, 1, 1), ones, 1, 0, 1, blocks.reshape(1, 1),
                scores.reshape(1, 1))

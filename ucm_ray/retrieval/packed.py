@@ -1,8 +1,9 @@
 """Packed query and packed answer: all layers and requests of one step in one array each."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class Geometry(NamedTuple):
                 raise ValueError(f"{name} is {getattr(self, name)}, expected >= 1")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, expected an even number (RoPE pairs channels)")
-        self.method, self.torch_dtype
+        assert self.method and self.torch_dtype  # both raise for names they do not know
         return self
 
     def pack(self, stats: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Which shard holds a block: rendezvous hashing, so a changed pool moves only the blocks it must."""
 
 import hashlib
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 

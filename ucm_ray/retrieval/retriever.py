@@ -3,8 +3,8 @@
 import asyncio
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from typing import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -136,7 +136,8 @@ class Retriever(ABC):
         self.bank.append(request_id, keys)
 
     def _flush(self) -> None:
-        """Sends what `_store` and `_append` collected, if this retriever sends anything."""
+        """Sends what `_store` and `_append` collected; nothing to do for a retriever that keeps all in this process."""
+        return
 
     def _open_bank(self, geometry: Geometry) -> None:
         with self._bank_lock:

@@ -71,7 +71,9 @@ class CpuScorer(Scorer):
         return torch.from_numpy(self._arena[slots]).view(self._geometry.torch_dtype).view(shape)
 
     def answer(self, query, rows, stop, tables, generations, last_used, tick, select=True):
-        features = query.grouped_features
+        # The kernels are compiled for plain writable arrays; broadcast or received ones would be compiled for anew.
+        features, start, k = (np.require(array, requirements="CW") for array in (
+            query.grouped_features, query.start, query.k))
         num_requests, num_layers, groups, width = features.shape
         answer = PackedAnswer(query.request_ids, np.empty((num_requests, num_layers, groups, query.max_k), np.int32),
                               np.empty((num_requests, num_layers, groups, query.max_k), np.float32),
@@ -84,7 +86,7 @@ class CpuScorer(Scorer):
                 self._scratch[part] = np.empty(needed, np.uint8)
             self._kernels.answer_rows(
                 self._arena, generations, last_used, tick, rows, tables.slots, tables.generations, tables.positions,
-                tables.lengths, query.start, stop, query.k, features, borders[part], borders[part + 1], select,
+                tables.lengths, start, stop, k, features, borders[part], borders[part + 1], select,
                 self._scratch[part], answer.blocks, answer.scores, answer.candidates)
 
         others = [self._threads.submit(work, part) for part in range(1, len(borders) - 1)]

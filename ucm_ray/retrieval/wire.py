@@ -1,11 +1,12 @@
 """How packed queries and answers travel between a client and a shard.
 
-Ray sends an argument or result below 100 KB inside the call itself; anything larger takes two or three more trips through
-the object store, which cost more than scoring. So arrays travel as bytes in pieces below that size.
+Ray sends an argument or result below 100 KB inside the call itself; anything larger takes two or three more trips
+through the object store, which cost more than scoring. So arrays travel as bytes in pieces below that size.
 """
 
 import math
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,7 +89,7 @@ def encode_query(query: PackedQuery, request_ids: tuple[str, ...], stop: np.ndar
 
 def decode_query(header: QueryHeader, pieces: Sequence[bytes]) -> PackedQuery:
     """The query of `encode_query`."""
-    features = np.frombuffer(b"".join(pieces), np.float32).reshape(header.features_shape)
+    features = np.frombuffer(bytearray().join(pieces), np.float32).reshape(header.features_shape)
     return PackedQuery(header.request_ids, features, header.k, header.start, header.stop, header.per_head)
 
 
