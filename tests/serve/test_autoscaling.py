@@ -1,6 +1,6 @@
 """Replicas scale on ongoing requests and bring nodes with them, on Ray's fake multi-node autoscaling cluster.
 
-The deployment has the options our builder gives an engine (autoscaling, placement group) around a class that only waits:
+The deployment has the options our builder gives an engine (autoscaling, placement group) around a class that waits:
 what is tested is that these options scale, not an engine.
 """
 
