@@ -71,19 +71,6 @@ def test_tensor_parallel_ranks_blend_alike_restart_warm_and_survive_one_ranks_ba
     assert second[0][0]["logprobs"] == pytest.approx(first[5][0]["logprobs"], abs=1e-3)
 
 
-def test_other_weights_never_share_and_compiled_mode_blends(small_model, tmp_path, tmp_path_factory):
-    other = save_small_llama(tmp_path_factory.mktemp("other") / small_model.name, seed=1)
-    store = str(tmp_path / "store")
-    ask = {"prompts": [PROMPT], "ucm": {"policy": "query", "budget": 1.0, "save": False}}
-    plain = {"prompts": [PROMPT], "ucm": PLAIN, "forget_prefixes": True}
-    compiled = {"enforce_eager": False}
-    saved = run_engine(tmp_path, {"model": str(small_model), "store": store, "llm": compiled, "turns": [SAVE, ask, plain]})
-    assert saved[1][0]["receipt"]["reused_tokens"] > 300
-    assert saved[1][0]["tokens"] == saved[2][0]["tokens"]
-    foreign = run_engine(tmp_path, {"model": str(other), "store": store, "turns": [ask]})
-    assert foreign[0][0]["receipt"]["reused_tokens"] == 0
-
-
 SEED_YAML = """
 kv_connector: "BlendConnector"
 kv_connector_module_path: "ucm_ray.integration.vllm.blend_connector"
@@ -99,18 +86,26 @@ kv_connector_extra_config:
 """
 
 
-def test_a_blended_request_preempted_and_resumed_answers_the_same(tmp_path):
-    """With UCM's own YAML, on Llama-2's head geometry."""
+def test_compiled_with_the_seeds_yaml_blends_and_a_preempted_request_answers_the_same(tmp_path):
+    """One engine, three promises: a compiled model, UCM's own YAML on Llama-2's head geometry, preemption and resume."""
     model = save_small_llama(tmp_path / "llama-2", heads=2, kv_heads=2, head_dim=128)
     extra = yaml.safe_load(SEED_YAML % (tmp_path / "store"))["kv_connector_extra_config"]
-    store = str(tmp_path / "store")
     prompts = [words(60 + i, 10) + DOCUMENTS[i % 4] + DOCUMENTS[(i + 1) % 4] + QUESTION for i in range(4)]
-    ask = {"prompts": prompts, "max_tokens": 120, "ucm": {"policy": "query", "budget": 0.2, "save": False}}
-    # 4 requests grow to 14 blocks each: 40 blocks make some of them wait, lose their blocks and come back
-    turns = [SAVE, *({**ask, "prompts": [prompt], "forget_prefixes": True} for prompt in prompts), {**ask, "forget_prefixes": True}]
-    answers = run_engine(tmp_path, {"model": str(model), "store": store, "turns": turns, "extra": extra,
-                                    "llm": {"num_gpu_blocks_override": 40, "scheduler_reserve_full_isl": False}})
-    alone = [answer["tokens"] for (answer,) in answers[1:5]]
-    together = answers[5]
+    everything = {"prompts": [PROMPT], "ucm": {"policy": "query", "budget": 1.0, "save": False}}
+    plain = {"prompts": [PROMPT], "ucm": PLAIN, "forget_prefixes": True}
+    # everything recomputed, so that any KV gone wrong on the way shows in the tokens
+    ask = {"prompts": prompts, "max_tokens": 120, "ucm": {"policy": "query", "budget": 1.0, "save": False}}
+    # requests begin with 10 blocks and grow to 13: 35 blocks make some of them wait, lose their blocks and come back
+    turns = [SAVE, everything, plain, *({**ask, "prompts": [prompt], "forget_prefixes": True} for prompt in prompts),
+             {**ask, "forget_prefixes": True}]
+    answers = run_engine(tmp_path, {
+        "model": str(model), "store": str(tmp_path / "store"), "turns": turns, "extra": extra,
+        "llm": {"num_gpu_blocks_override": 35, "scheduler_reserve_full_isl": False, "enforce_eager": False}})
+    assert answers[1][0]["receipt"]["reused_tokens"] > 300
+    assert answers[1][0]["tokens"] == answers[2][0]["tokens"]
+    assert answers[1][0]["logprobs"] == pytest.approx(answers[2][0]["logprobs"], abs=1e-3)
+    alone = [answer["tokens"] for (answer,) in answers[3:7]]
+    together = answers[7]
     assert [answer["tokens"] for answer in together] == alone
     assert all(answer["receipt"]["reused_tokens"] > 150 for answer in together)
+    assert sum(answer["preemptions"] for answer in together) > 0
