@@ -145,6 +145,9 @@ class BlendTask:
         compute[selected - plan.start] = True
         for start, end in plan.must_compute:
             compute[start - plan.start : end - plan.start] = True
+        if self.policy.signal == "question_mass" and len(selected):
+            # the observing passes computed the gaps, all layers: those before the first repaired token stay as they are
+            compute[: selected[0] - plan.start] = False
         self._todo = self._rows(positions_to_ranges(np.flatnonzero(compute) + plan.start))
         self.mass = self.value_norm = self.reused_keys = None
         self.phase = "repairing" if self._todo else "done"
