@@ -151,7 +151,7 @@ class EsaSettings(_Section):
     prompt_window: int = Field(default=32, ge=1, description="last prompt queries that choose the static share")
     drift_cosine: Ratio = Field(default=0.0, description="select early when queries turn further away; 0: never")
     per_head: bool = Field(default=True, description="a selection per KV head, where the backend can read that way")
-    min_saved_bytes: Bytes = Field(default=32 * 2**20, description="read densely while a step would save less KV than this")
+    min_saved_bytes: Bytes = Field(default=32 * 2**20, description="read densely if a step saves less KV")
 
 
 class RetrievalSettings(_Section):
