@@ -290,7 +290,7 @@ def start_pool(settings: PoolSettings | None = None, name: str = "retrieval", na
 
     settings = (settings or PoolSettings()).check()
     pool = ray.remote(RetrievalPool).options(
-        name=name, namespace=namespace, lifetime="detached", get_if_exists=True, max_restarts=-1, max_task_retries=-1,
+        name=name, namespace=namespace, lifetime="detached", get_if_exists=True, max_restarts=-1, max_task_retries=0,
         num_cpus=0, max_concurrency=4,
     ).remote(name, namespace, asdict(settings))
     end = time.monotonic() + wait_s

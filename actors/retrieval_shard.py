@@ -14,15 +14,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ucm_ray.retrieval import kernels, wire
+from ucm_ray.retrieval import kernels, lane, wire
 from ucm_ray.retrieval.bank import BlockBank
-from ucm_ray.retrieval.packed import Geometry, PackedAnswer, Source
+from ucm_ray.retrieval.packed import Geometry, PackedAnswer, PackedQuery, Source
 from ucm_ray.retrieval.scorers import CpuScorer
 
 CONCURRENCY_GROUPS = {"data": 1, "control": 2}
-_DATA_METHODS = ("write", "answer", "missing", "forget", "evict")
+_DATA_METHODS = ("write", "answer", "missing", "forget", "evict", "join_lane", "leave_lane")
 _CONTROL_METHODS = ("info", "warm_up")
 _RECENT_QUERIES = 256
+_MAX_LANES = 64
 
 
 class RetrievalShard:
@@ -48,6 +49,7 @@ class RetrievalShard:
         self._protect_s = protect_s
         self._request_ttl_s = request_ttl_s
         self._bank: BlockBank | None = None
+        self._lanes: dict[str, np.ndarray] = {}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_QUERIES)
         self._queries = 0
         self._last_expiry_s = time.monotonic()
@@ -80,7 +82,13 @@ class RetrievalShard:
     def answer(self, header: wire.QueryHeader, *pieces: bytes) -> list:
         """This shard's own best blocks for each request, as `wire.encode_answer` packs them."""
         waited_s = time.time() - header.sent_at_s
-        query = wire.decode_query(header, pieces)
+        memory = None
+        if header.lane_id:
+            memory = self._lanes[header.lane_id]
+            features = lane.array_at(memory, header.query_offset, header.features_shape, np.float32)
+            query = PackedQuery(header.request_ids, features, header.k, header.start, header.stop, header.per_head)
+        else:
+            query = wire.decode_query(header, pieces)
         begin = time.perf_counter()
         if self._bank is None:
             answer = PackedAnswer.empty(query, Source.EXACT)
@@ -89,7 +97,23 @@ class RetrievalShard:
         with self._lock:
             self._queries += 1
             self._recent.append((waited_s, time.perf_counter() - begin))
+        if memory is not None:
+            return wire.answer_into_lane(answer, self._epoch, memory, header.answer_offset)
         return wire.encode_answer(answer, self._epoch, header.num_pieces)
+
+    def join_lane(self, lane_id: str, path: str, token: bytes) -> bool:
+        """Opens the memory a client shares, if this process can reach it. The oldest lanes are left for new ones."""
+        memory = lane.join(path, token)
+        if memory is None:
+            return False
+        while len(self._lanes) >= _MAX_LANES:
+            self._lanes.pop(next(iter(self._lanes)))
+        self._lanes[lane_id] = memory
+        return True
+
+    def leave_lane(self, lane_id: str) -> None:
+        """Lets go of a client's memory."""
+        self._lanes.pop(lane_id, None)
 
     def missing(self, keys: Sequence[str]) -> tuple[str, list[str]]:
         """Epoch, and those of `keys` this shard does not hold."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from actors.retrieval_shard import RetrievalShard
 from tests.retrieval.conftest import GEOMETRY, make_query, make_stats
-from ucm_ray.retrieval import PackedQuery, RetrievalWorker, Source, kernels
+from ucm_ray.retrieval import PackedQuery, RetrievalWorker, Source, kernels, lane
 from ucm_ray.retrieval.client import Membership, PoolLink, RetrievalClient, ShardLink
 from ucm_ray.retrieval.placement import hash_names, place
 
@@ -118,11 +118,12 @@ def same(answer, expected):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 5), st.integers(0, 60), st.integers(0, 4), st.booleans(), st.integers(0, 1000), st.booleans())
-def test_sharded_equals_unsharded_to_the_bit(num_shards, k, begin, per_head, seed, ties):
+@given(st.integers(1, 5), st.integers(0, 60), st.integers(0, 4), st.booleans(), st.integers(0, 1000), st.booleans(),
+       st.booleans())
+def test_sharded_equals_unsharded_to_the_bit(num_shards, k, begin, per_head, seed, ties, use_lane):
     stats = make_stats(len(KEYS), seed)
     stats = stats.sign() if ties else stats
-    client = RetrievalClient(ThreadPool(num_shards), geometry=GEOMETRY, deadline_s=20.0)
+    client = RetrievalClient(ThreadPool(num_shards), geometry=GEOMETRY, deadline_s=20.0, use_lane=use_lane)
     worker = RetrievalWorker(geometry=GEOMETRY)
     for retriever in (client, worker):
         retriever.publish(KEYS, stats, LISTS)
@@ -310,6 +311,41 @@ def test_placement_is_even_and_adding_a_shard_moves_only_to_it():
     assert set(five[four != five]) == {4}
     with pytest.raises(ValueError, match="there are 0 shards"):
         place(keys, hash_names([]))
+
+
+def test_more_queries_at_once_than_a_lane_has_slots(start, unsharded):
+    pool, client = start(2)
+    client.submit(ask()).result(30)
+    for shard in pool.shards:
+        shard.running.clear()
+    futures = [client.submit(ask(seed=seed)) for seed in range(20)]
+    for shard in pool.shards:
+        shard.running.set()
+    for seed, future in enumerate(futures):
+        assert same(future.result(30), unsharded.submit(ask(seed=seed)).result(30)) and future.source is Source.EXACT
+    assert sorted(client._lane._free) == list(range(lane.NUM_SLOTS))
+
+
+def test_a_slot_is_not_used_again_while_a_late_shard_may_write_to_it(start):
+    pool, client = start(2, deadline_s=0.5)
+    client.submit(ask()).result(30)
+    pool.shards[0].running.clear()
+    late = client.submit(ask(seed=2))
+    assert late.result(30) and late.source is Source.LOCAL
+    assert len(client._lane._free) == lane.NUM_SLOTS - 1
+    pool.shards[0].running.set()
+    end = time.monotonic() + 20
+    while len(client._lane._free) < lane.NUM_SLOTS and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(client._lane._free) == lane.NUM_SLOTS
+
+
+def test_memory_that_is_not_the_lane_is_not_joined(tmp_path):
+    shared = lane.Lane()
+    _, path, token = shared.invitation
+    assert lane.join(path, token) is not None
+    assert lane.join(path, b"x" * 16) is None and lane.join(str(tmp_path / "none"), token) is None
+    shared.close()
 
 
 def test_nothing_is_compiled_once_a_bank_exists(start):

@@ -3,6 +3,7 @@ worker and Ray shards."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from ucm_ray.retrieval import Geometry, PackedQuery
+
+_CALLS_A_TURN = 10
 
 
 def main(
@@ -32,7 +35,7 @@ def main(
     """Time to answer one packed query, and how fast representations are read beside this machine's memory.
 
     All kinds do the same work on the same numbers; `seed_threadpool` and `packed_torch` store float32. `gb_s` is bytes
-    of representations, as stored, by p50. Kinds take turns call by call, so that a busy moment hits all of them.
+    of representations, as stored, by p50. Kinds take turns, some calls each, so that a busy moment hits all of them.
     """
     from ucm_ray.bench import report
     from ucm_ray.retrieval import Geometry
@@ -228,11 +231,12 @@ def _take_turns(calls: dict[str, Callable], repeat: int) -> dict[str, list[float
     from ucm_ray.bench import report
 
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeat):
+    for _ in range(math.ceil(repeat / _CALLS_A_TURN)):
         for name, call in calls.items():
-            # The seed's way takes hundreds of times longer; a tenth of the calls tells as much.
-            if name != "seed_threadpool" or turn % 10 == 0:
-                seconds[name] += report.time_calls(call, repeat=1, warm_up=1 if turn == 0 else 0)
+            # The seed's way takes a hundred times longer; fewer calls tell as much.
+            calls_now = 1 if name == "seed_threadpool" else _CALLS_A_TURN
+            # Threads of the one before may still spin, and its data is in the cache: the first call does not count.
+            seconds[name] += report.time_calls(call, repeat=calls_now, warm_up=2)
     return seconds
 
 

@@ -8,6 +8,7 @@ finds a pool in a Ray cluster.
 import heapq
 import itertools
 import logging
+import os
 import threading
 import time
 import uuid
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from ucm_ray.retrieval import wire
+from ucm_ray.retrieval.lane import Lane, aligned
 from ucm_ray.retrieval.packed import Geometry, PackedAnswer, PackedQuery, Source
 from ucm_ray.retrieval.placement import hash_names, place
 from ucm_ray.retrieval.retriever import RetrievalFuture, Retriever
@@ -78,6 +80,7 @@ class _Shard:
         self.suspect = False     # missed a deadline; not waited for until it answers again
         self.writes_in_flight = 0
         self.retry_at_s = 0.0
+        self.in_lane = False     # shares our lane
 
 
 class _View:
@@ -119,6 +122,9 @@ class _Pending:
         self.expires_s, self.deadline_s = expires_s, deadline_s
         self.parts: list[list | None] = [None] * len(view.shards)
         self.missing = len(view.shards)
+        self.outstanding = len(view.shards)  # may still write to our slot of the lane
+        self.slot: int | None = None
+        self.answer_offsets: list[int] = []
         self.lock = threading.Lock()
 
 
@@ -132,12 +138,13 @@ class RetrievalClient(Retriever):
         fallbacks: which fallbacks may answer, tried in the order local, last, dense; dense always can.
         client_id: names this client's requests on the shards; a new one per process by default.
         refresh_s: how often the pool is asked for its membership.
+        use_lane: share memory with shards on the same machine (see `lane`).
     """
 
     def __init__(self, pool: PoolLink, config: Mapping | None = None,
                  load_block_repr: Callable[[str], torch.Tensor] | None = None, geometry: Geometry | None = None,
                  deadline_s: float = 0.05, fallbacks: Sequence[str] = FALLBACKS, client_id: str | None = None,
-                 refresh_s: float = 0.25):
+                 refresh_s: float = 0.25, use_lane: bool = True):
         unknown = set(fallbacks) - set(FALLBACKS)
         if unknown or deadline_s <= 0:
             raise ValueError(f"fallbacks are {list(fallbacks)} and deadline_s {deadline_s}, expected fallbacks out of "
@@ -159,6 +166,7 @@ class RetrievalClient(Retriever):
         self._grown: dict[str, int] = {}
         self._view = _View(pool.membership(10.0), self.client_id)
         self._deadlines = _Deadlines()
+        self._lane = Lane() if use_lane and hasattr(os, "memfd_create") else None
         pool.adopted(self.client_id, self._view.version)
         for shard in self._view.shards:
             self._refill(self._view, shard)
@@ -210,12 +218,33 @@ class RetrievalClient(Retriever):
         scoring_s = 0.1 * deadline_s + 3 * self._local_s if "local" in self._fallbacks else 0.0
         margin_s = min(0.05 * deadline_s + scoring_s, deadline_s / 2)
         self._deadlines.add(pending.expires_s - margin_s, lambda: self._expire(pending))
-        num_pieces = wire.answer_pieces(query, int(expected.max()) if expected.size else 0)
+        longest = int(expected.max()) if expected.size else 0
         names = tuple(map(view.names.get, query.request_ids, itertools.repeat("")))
-        message = wire.encode_query(query, names, stop, num_pieces, time.time())
-        for index, shard in enumerate(view.shards):
-            shard.link.call("answer", message, 1 + num_pieces, _receiver(self._receive, pending, index))
+        if not self._ask_through_lane(pending, names, stop, longest):
+            num_pieces = wire.answer_pieces(query, longest)
+            message = wire.encode_query(query, names, stop, num_pieces, time.time())
+            for index, shard in enumerate(view.shards):
+                shard.link.call("answer", message, 1 + num_pieces, _receiver(self._receive, pending, index))
         return future
+
+    def _ask_through_lane(self, pending: _Pending, names: tuple[str, ...], stop: np.ndarray, longest: int) -> bool:
+        """Asks all shards through shared memory, if all share it and a slot is free."""
+        query, view = pending.query, pending.view
+        if self._lane is None or not all(shard.in_lane for shard in view.shards):
+            return False
+        query_bytes, answer_bytes = aligned(query.features.nbytes), wire.lane_answer_bytes(query, longest)
+        slot = self._lane.lease(query_bytes + answer_bytes * len(view.shards))
+        if slot is None:
+            return False
+        pending.slot = slot
+        self._lane.array(slot, query.features.shape, np.float32)[:] = query.features
+        header = wire.QueryHeader(names, query.k, query.start, stop, query.per_head, query.features.shape, 0,
+                                  time.time(), self._lane.lane_id, slot)
+        pending.answer_offsets = [slot + query_bytes + answer_bytes * index for index in range(len(view.shards))]
+        for index, shard in enumerate(view.shards):
+            header = header._replace(answer_offset=pending.answer_offsets[index])
+            shard.link.call("answer", (header,), 1, _receiver(self._receive, pending, index))
+        return True
 
     def forget(self, request_ids: Sequence[str]) -> None:
         super().forget(request_ids)
@@ -253,6 +282,10 @@ class RetrievalClient(Retriever):
         super().close()
         self._deadlines.close()
         self._pool.adopted(self.client_id, None)
+        if self._lane is not None:
+            for shard in self._view.shards:
+                shard.link.call("leave_lane", (self._lane.lane_id,), 1, _ignore)
+            self._lane.close()
 
     # What is published goes to the owner's copy at once, and to the shards by whoever holds the write lock.
 
@@ -324,6 +357,16 @@ class RetrievalClient(Retriever):
 
     def _receive(self, pending: _Pending, index: int, result) -> None:
         """A shard's part of an answer arrived, or its failure."""
+        try:
+            self._take(pending, index, result)
+        finally:
+            with pending.lock:
+                pending.outstanding -= 1
+                done = not pending.outstanding and pending.slot is not None
+            if done:
+                self._lane.release(pending.slot)
+
+    def _take(self, pending: _Pending, index: int, result) -> None:
         shard = pending.view.shards[index]
         if isinstance(result, Exception):
             shard.ready = False
@@ -331,6 +374,8 @@ class RetrievalClient(Retriever):
             why = f"shard {shard.link.shard_id} failed: {type(result).__name__}"
             self._deadlines.add(time.monotonic(), lambda: self._fall_back(pending, why))
             return
+        if pending.slot is not None:
+            result = result[0]  # a call with one result returns it as it is: the list [header]
         shard.suspect = False
         if result[0].epoch != shard.epoch and shard.ready:
             shard.ready = False
@@ -357,12 +402,20 @@ class RetrievalClient(Retriever):
             if incomplete.all():
                 self._deadlines.add(time.monotonic(), lambda: self._fall_back(pending, why))
                 return
-        parts = [wire.decode_answer(header, pieces) for header, *pieces in pending.parts]
+        parts = [self._part(pending, index) for index in range(len(headers))]
         answer = wire.merge(pending.query, parts, candidates)
         if incomplete.any():
             self._deadlines.add(time.monotonic(), lambda: self._fall_back(pending, why, answer, incomplete))
             return
         self._settle(pending, answer)
+
+    def _part(self, pending: _Pending, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks and scores a shard answered."""
+        header, *pieces = pending.parts[index]
+        if header.block_dtype != "lane":
+            return wire.decode_answer(header, pieces)
+        scores = self._lane.array(pending.answer_offsets[index], header.shape, np.float32)
+        return self._lane.array(pending.answer_offsets[index] + scores.nbytes, header.shape, np.int32), scores
 
     def _expire(self, pending: _Pending) -> None:
         if pending.future.done():
@@ -477,6 +530,7 @@ class RetrievalClient(Retriever):
                 self._send(view)
                 shard.epoch = self._fill(view, index) or epoch
                 shard.writes_in_flight = 0
+                shard.in_lane = self._share_lane(shard)
                 shard.ready, shard.suspect = True, False
             self.counters["refills"] += 1
             shard.retry_at_s = time.monotonic() + 1.0
@@ -503,6 +557,10 @@ class RetrievalClient(Retriever):
         epoch, _ = link.wait("write", (geometry, [], b"", [], lists), 10.0)
         return epoch
 
+    def _share_lane(self, shard: _Shard) -> bool:
+        """Whether the shard could join our lane: it is on this machine and may open our memory."""
+        return self._lane is not None and shard.link.wait("join_lane", self._lane.invitation, 5.0)
+
     def _read(self, keys: Sequence[str]) -> tuple[list[str], torch.Tensor]:
         """Records from the owner's copy, and from `load_block_repr` for blocks it no longer holds."""
         found, records = self.bank.read(keys)
@@ -525,6 +583,7 @@ class RetrievalClient(Retriever):
                 self._send(old)
                 for index, shard in enumerate(new.shards):
                     shard.epoch = self._fill(new, index) or shard.link.wait("missing", ([],), 5.0)[0]
+                    shard.in_lane = self._share_lane(shard)
                     shard.ready = True
                 self._view = new
         except Exception as error:

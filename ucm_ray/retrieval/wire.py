@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ucm_ray.retrieval import lane
 from ucm_ray.retrieval.kernels import merge_rows
 from ucm_ray.retrieval.packed import PackedAnswer, PackedQuery, Source
 
@@ -28,6 +29,9 @@ class QueryHeader(NamedTuple):
     features_shape: tuple[int, ...]
     num_pieces: int
     sent_at_s: float
+    lane_id: str = ""        # the lane the query lies in; empty: in the pieces
+    query_offset: int = 0
+    answer_offset: int = 0
 
 
 class AnswerHeader(NamedTuple):
@@ -36,7 +40,7 @@ class AnswerHeader(NamedTuple):
     epoch: str
     candidates: np.ndarray
     shape: tuple[int, ...]
-    block_dtype: str
+    block_dtype: str         # "lane": both arrays lie in the lane, scores first, blocks as int32
 
 
 def cut(data: bytes, num_pieces: int) -> list[bytes]:
@@ -55,6 +59,21 @@ def answer_pieces(query: PackedQuery, longest: int) -> int:
     """Pieces an answer may need when no request has more than `longest` candidates."""
     rows = query.features.shape[0] * query.features.shape[1] * query.groups
     return pieces_for(rows * min(query.max_k, longest) * (4 + (2 if longest < 2 ** 16 else 4)))
+
+
+def lane_answer_bytes(query: PackedQuery, longest: int) -> int:
+    """Room in a lane for a shard's answer when no request has more than `longest` candidates."""
+    rows = query.features.shape[0] * query.features.shape[1] * query.groups
+    return lane.aligned(rows * min(query.max_k, longest) * 8)
+
+
+def answer_into_lane(answer: PackedAnswer, epoch: str, memory: np.ndarray, offset: int) -> list:
+    """`[AnswerHeader]`, with scores and blocks written to the lane; columns no request fills are left out."""
+    used = int((answer.blocks >= 0).sum(-1).max()) if answer.blocks.size else 0
+    blocks, scores = answer.blocks[..., :used], answer.scores[..., :used]
+    lane.array_at(memory, offset, scores.shape, np.float32)[:] = scores
+    lane.array_at(memory, offset + 4 * scores.size, blocks.shape, np.int32)[:] = blocks
+    return [AnswerHeader(epoch, answer.candidates, blocks.shape, "lane")]
 
 
 def encode_answer(answer: PackedAnswer, epoch: str, num_pieces: int) -> list:
