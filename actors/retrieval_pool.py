@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_S = 10.0
 _INFO_TIMEOUT_S = 2.0
+_SETTLE_INTERVALS = 5
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class RetrievalPool:
         self._version = 0
         self._target = self._settings.shards
         self._refused = 0
+        self._joined_s = 0.0
         self._enough_since_s = time.monotonic()
         self._closed = threading.Event()
         self._adopt_shards()
@@ -223,6 +225,7 @@ class RetrievalPool:
             if started:
                 self._live.update(started)
                 self._version = time.time_ns()
+                self._joined_s = time.monotonic()
 
     def _end_drained(self) -> None:
         """Ends removed shards once every client that moves has moved, at the latest after `_DRAIN_S`."""
@@ -247,6 +250,8 @@ class RetrievalPool:
             return
         refused = sum(info["refused"] for info in infos)
         newly_refused, self._refused = max(0, refused - self._refused), refused
+        if time.monotonic() - self._joined_s < _SETTLE_INTERVALS * self._settings.interval_s:
+            newly_refused = 0  # clients are still moving to the shards that just joined
         wanted = shards_wanted(self._settings, infos, newly_refused)
         now = time.monotonic()
         with self._lock:

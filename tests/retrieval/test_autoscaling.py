@@ -76,6 +76,11 @@ class FakeNodesCluster:
                 "type": "external", "gcs_address": self.address, "use_node_id_as_ip": True,
                 "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
                 "disable_node_updaters": True, "disable_launch_config_check": True},
+            # What Ray's providers have defaults for, and external ones must name.
+            "auth": {}, "docker": {}, "file_mounts": {}, "cluster_synced_files": [], "rsync_exclude": [],
+            "rsync_filter": [], "initialization_commands": [], "setup_commands": [], "head_setup_commands": [],
+            "worker_setup_commands": [], "head_start_ray_commands": [], "worker_start_ray_commands": [],
+            "file_mounts_sync_continuously": False,
             "head_node_type": "ray.head.default",
             "available_node_types": {
                 "ray.head.default": {"resources": {"CPU": 2}, "node_config": {}, "max_workers": 0},
@@ -135,7 +140,8 @@ def until(count):
 
 until(2)
 nodes = sum(node["Alive"] and "shard" in node["Resources"] for node in ray.nodes())
-print("grew to 2 shards on", nodes, "nodes", flush=True)
+assert nodes >= 2, nodes
+print("grew to 2 shards", flush=True)
 client.forget(["r"])
 client.publish([], None, {"r": keys[:20]})
 until(1)
@@ -148,4 +154,4 @@ def test_the_cluster_adds_nodes_for_a_pool_that_fills_up(fake_nodes):
     found = subprocess.run([sys.executable, "-c", SCENARIO, fake_nodes.address], capture_output=True, text=True,
                            timeout=280, cwd=ROOT, env=fake_nodes.environment)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
-    assert "grew to 2 shards on 2 nodes" in found.stdout and "shrank to 1 shard" in found.stdout
+    assert "grew to 2 shards" in found.stdout and "shrank to 1 shard" in found.stdout
