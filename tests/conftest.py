@@ -79,8 +79,9 @@ class ServiceProcess:
             self.process.send_signal(number)
         deadline = time.monotonic() + timeout_s
         while (left := self.processes()) and time.monotonic() < deadline:
-            self.process.poll()
             time.sleep(0.2)
+        if not left:
+            self.process.wait(timeout=10)  # a zombie is no living process: fetch its exit code
         return left
 
     def kill(self) -> None:
