@@ -138,6 +138,18 @@ def _radix_threshold(keys, n, k, histogram):
 
 
 @njit(**_EXACT)
+def _linear_bin(score, low, scale):
+    """Bin of a score in [low, low + (_LINEAR_BINS - 1) / scale]; anything else, not-a-number too, goes to the nearest end
+    rather than beside the histogram."""
+    position = (score - low) * scale
+    if not position > np.float32(0):
+        return np.int32(0)
+    if position >= np.float32(_LINEAR_BINS - 1):
+        return np.int32(_LINEAR_BINS - 1)
+    return np.int32(position)
+
+
+@njit(**_EXACT)
 def find_threshold(scores, n, k, keys, histogram):
     """What separates the `k` best of `scores[:n]`, as (prefix, shift, ties): see `_radix_threshold`.
 
@@ -158,7 +170,7 @@ def find_threshold(scores, n, k, keys, histogram):
     scale = np.float32(_LINEAR_BINS - 1) / (high - low)
     histogram[:_LINEAR_BINS] = 0
     for i in range(n):
-        histogram[np.int32((scores[i] - low) * scale)] += 1
+        histogram[_linear_bin(scores[i], low, scale)] += 1
     needed = k
     chosen = _LINEAR_BINS - 1
     while histogram[chosen] < needed:
@@ -167,7 +179,7 @@ def find_threshold(scores, n, k, keys, histogram):
     m = 0
     for i in range(n):
         keys[m] = ordered_bits(scores[i])
-        m += np.int32((scores[i] - low) * scale) == chosen
+        m += _linear_bin(scores[i], low, scale) == chosen
     if m > _FEW:
         return _radix_threshold(keys, m, needed, histogram)
     for i in range(1, m):
