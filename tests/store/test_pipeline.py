@@ -246,7 +246,7 @@ def test_free_buffers_are_bounded():
 
 def test_unknown_stages_and_wrong_numbers_are_one_clear_sentence(tmp_path):
     backends = {"storage_backends": str(tmp_path)}
-    with pytest.raises(StoreError, match="unknown stage 'Tape', known are Cache, Posix"):
+    with pytest.raises(StoreError, match="unknown stage 'Tape', known are Cache, (Peers, )?Posix"):
         UcmConnectorFactory.create_connector(backends | {"store_pipeline": "Cache|Tape"}, 0)
     with pytest.raises(StoreError, match="cache_capacity_bytes is 'lots', expected a number of bytes"):
         UcmConnectorFactory.create_connector(backends | {"cache_capacity_bytes": "lots"}, 0)
