@@ -149,8 +149,7 @@ class BlendConnector(KVConnectorBase_V1):
 
     @harmless(None)
     def get_kv_connector_stats(self) -> BlendStats | None:
-        side = self._scheduler or self._worker
-        counters = side.take_counters()
+        counters = self._scheduler.take_counters() if self._scheduler else {}  # the scheduler hears all that workers did
         return BlendStats(data=counters) if counters else None
 
     @classmethod

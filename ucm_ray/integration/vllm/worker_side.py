@@ -18,7 +18,7 @@ from ucm_ray.integration.vllm.blend_task import BlendTask
 from ucm_ray.integration.vllm.meta import BlendConnectorMeta, IngestJob, SaveJob, WorkerReport
 from ucm_ray.integration.vllm.observer import QuestionObserver
 from ucm_ray.integration.vllm.paged_kv import paged_kv_for
-from ucm_ray.integration.vllm.placement import make_placer
+from ucm_ray.integration.vllm.placement import make_placer, slots_of
 from ucm_ray.integration.vllm.plugin import root_module
 from ucm_ray.integration.vllm.self_check import check_engine
 from ucm_ray.integration.vllm.settings import ConnectorSettings
@@ -58,7 +58,6 @@ class WorkerSide:
         self._invalid_blocks: set[int] = set()
         self._unwritten: dict[tuple[str, str], StoredChunk] = {}  # copied out, not yet in the store
         self._report = WorkerReport()
-        self._counters: Counter[str] = Counter()
         self.esa = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -284,7 +283,7 @@ class WorkerSide:
             layer = task.policy.check_layer
             wanted = torch.from_numpy(task.plan.candidate_mask())
             positions = task.plan.candidate_positions()
-            slots = positions_to_slots(task, positions, self._paged.block_size).to(self._paged.device)
+            slots = slots_of(task.meta.block_ids, positions, self._paged.block_size).to(self._paged.device)
             fresh, _ = self._paged.read(layer, slots)
             reused = task.reused_keys[torch.from_numpy(positions - task.plan.start)]
             scores[wanted] = (fresh.float().cpu() - reused).square().sum((1, 2))
@@ -398,10 +397,6 @@ class WorkerSide:
     def _on_evict(self, namespace: str, keys: list[str]) -> None:
         self._report.lost += [(namespace, key) for key in keys]
 
-    def take_counters(self) -> dict[str, float]:
-        counters, self._counters = self._counters, Counter()
-        return dict(counters)
-
     def store_stats(self) -> dict:
         return self._store.stats()
 
@@ -419,10 +414,6 @@ def wait_quietly(future, timeout_s: float) -> None:
     from concurrent.futures import wait
 
     wait([future], timeout=max(0.0, timeout_s))
-
-
-def positions_to_slots(task: BlendTask, positions: np.ndarray, block_size: int) -> torch.Tensor:
-    return torch.from_numpy(task.meta.block_ids[positions // block_size] * block_size + positions % block_size)
 
 
 def take_chunks(chunks: list, budget: int) -> tuple[list, list]:
