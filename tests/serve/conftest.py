@@ -15,11 +15,20 @@ SYSTEM = "You answer questions about the documents you are given."
 MODEL = "test-model"
 ENGINE = {"device": "cpu", "max_model_len": 4096, "cpu_kv_cache_gib": 1}
 STORE = {"refresh_s": 0.2, "cache_capacity_bytes": "512MiB"}
+_services: list = []
 
 
 @pytest.fixture(scope="session")
 def service(start_service):
-    return start_service({"engine": ENGINE, "store": STORE, "service": {"api_keys": list(KEYS), "model_id": MODEL}})
+    _services.append(start_service({"engine": ENGINE, "store": STORE,
+                                    "service": {"api_keys": list(KEYS), "model_id": MODEL}}))
+    return _services[-1]
+
+
+def stop_single_service() -> None:
+    """Two cores are too few for it beside two replicas."""
+    while _services:
+        _services.pop().stop()
 
 
 @pytest.fixture

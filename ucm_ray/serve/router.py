@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import (
     LocalityMixin,
     MultiplexMixin,
@@ -127,6 +128,19 @@ class ChunkAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         order = rank_replicas(resident, queued, total, self._load_weight)
         # one replica a rank: Serve tries the next rank only when the one before takes no more requests
         return [[candidate_replicas[index]] for index in order]
+
+    def _get_pending_request_matching_internal_request_id(
+        self, request_metadata: RequestMetadata | None = None
+    ) -> PendingRequest | None:
+        """The very call a replica was chosen for.
+
+        Ray Serve looks it up by `internal_request_id`, which all calls made while one HTTP request is served share: of
+        several documents ingested together, one call would be fulfilled and the others would wait for ever.
+        """
+        for pending in self._pending_requests_to_fulfill:
+            if pending.metadata is request_metadata and not pending.future.done():
+                return pending
+        return None
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         chunks = _hints.get(pending_request.metadata.request_id)

@@ -1,0 +1,131 @@
+"""Two replicas over one folder: sharing, and what happens when parts of the service are killed."""
+
+import asyncio
+import os
+import re
+import signal
+from pathlib import Path
+
+import httpx
+import openai as openai_package
+import pytest
+
+from tests.serve.conftest import ENGINE, MODEL, STORE, eventually, messages_of, stop_single_service
+from ucm_ray.client import Client, ClientError
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def pair(start_service):
+    stop_single_service()
+    return start_service({
+        "engine": ENGINE, "store": STORE,
+        "service": {"model_id": MODEL, "min_replicas": 2, "max_replicas": 2, "router": "chunk_aware",
+                    "replica_cpus": 0.4},
+    })
+
+
+@pytest.fixture
+def client(pair):
+    with Client(pair.url) as client:
+        yield client
+
+
+def ask(pair, *calls: dict, **common) -> list:
+    """Sends requests at the same time; answers or exceptions, in order."""
+    async def scenario():
+        async with openai_package.AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as api:
+            return await asyncio.gather(*(api.chat.completions.create(
+                model=MODEL, temperature=0, **{"max_tokens": 16} | common | call) for call in calls),
+                return_exceptions=True)
+
+    return asyncio.run(scenario())
+
+
+def ucm_of(answer) -> dict:
+    return answer.model_extra["kv_transfer_params"]["ucm"]
+
+
+def processes_named(pair, name: str) -> list[int]:
+    found = []
+    for process in pair.processes():
+        try:
+            if name in Path(f"/proc/{process}/cmdline").read_text():
+                found.append(process)
+        except OSError:
+            continue
+    return found
+
+
+def test_a_document_ingested_through_one_replica_is_reused_by_both(pair, client, documents):
+    ingested = client.ingest([document.stored_text for document in documents[:8]]).data
+    tokens = sum(one.num_tokens for one in ingested)
+    calls = [{"messages": messages_of(documents[:8], document.questions[0].question)} for document in documents[:8]]
+    answers = ask(pair, *calls)
+    assert all(ucm_of(answer)["blend"]["reused_tokens"] >= 0.9 * tokens for answer in answers)
+    assert len({ucm_of(answer)["replica"] for answer in answers}) == 2, "one replica got everything"
+
+
+def test_a_prompt_goes_where_its_chunks_are_in_memory(pair, client, documents):
+    groups = [documents[8:12], documents[12:16]]
+    for group in groups:
+        client.ingest([document.stored_text for document in group])
+    homes = []
+    for group in groups:
+        home = {ucm_of(ask(pair, {"messages": messages_of(group, question.question)})[0])["replica"]
+                for document in group for question in document.questions[:1]}
+        homes.append(home)
+    assert all(len(home) == 1 for home in homes), "the same documents were sent to both replicas"
+
+
+def test_a_killed_directory_stops_nobody_and_comes_back(pair, client, documents):
+    before = client.documents().total
+    for process in processes_named(pair, "ChunkDirectory"):
+        os.kill(process, signal.SIGKILL)
+    answer = ask(pair, {"messages": messages_of(documents[:4], "What is it about?")})[0]
+    assert ucm_of(answer)["blend"]["reused_tokens"] > 900
+
+    def listed() -> bool:
+        try:
+            return client.documents().total == before
+        except ClientError as error:
+            assert error.status == 503, error
+            return False
+
+    eventually(listed, 60)
+
+
+def test_a_replica_killed_in_mid_stream_breaks_its_own_streams_only(pair, client, documents):
+    before = client.chunks().total
+    engines = processes_named(pair, "UcmLLMServer")
+    assert len(engines) == 2
+
+    async def stream(api, number: int) -> str:
+        question = documents[number % 8].questions[0].question
+        chunks = await api.chat.completions.create(
+            model=MODEL, messages=messages_of(documents[:8], question), max_tokens=120, stream=True, temperature=0,
+            extra_body={"ignore_eos": True})
+        async for _ in chunks:
+            started.add(number)
+        return "finished"
+
+    async def scenario() -> list:
+        async with openai_package.AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as api:
+            streams = [asyncio.create_task(stream(api, number)) for number in range(6)]
+            while len(started) < 6:
+                await asyncio.sleep(0.02)
+            os.kill(engines[0], signal.SIGKILL)
+            return await asyncio.gather(*streams, return_exceptions=True)
+
+    started: set[int] = set()
+    ends = asyncio.run(scenario())
+    broken = [end for end in ends if end != "finished"]
+    assert 0 < len(broken) < 6, ends
+    for error in broken:
+        assert isinstance(error, openai_package.APIError) and "not available" in str(error), repr(error)
+    # the cache is as it was, and the next request is answered, and from it
+    assert client.chunks().total >= before
+    answer = ask(pair, {"messages": messages_of(documents[:8], "What else?")})[0]
+    assert ucm_of(answer)["blend"]["reused_tokens"] > 1800
+    assert re.search(r"vllm:ucm_stream_failures_total [1-6]", httpx.get(f"{pair.url}/metrics", timeout=60).text)
