@@ -3,8 +3,10 @@
 import random
 from collections import Counter
 
-from ucm_ray.serve import router
-from ucm_ray.serve.router import PromptChunk, Residency, rank_replicas, routing_hint
+from ray.serve.config import RequestRouterConfig
+
+from ucm_ray.serve.router import Residency, rank_replicas
+from ucm_ray.serve.routing_hint import PromptChunk, hint_of, routing_hint
 
 
 def chunks(*names: str, num_bytes: int = 10) -> list[PromptChunk]:
@@ -38,10 +40,17 @@ def test_the_most_chunks_win_until_the_queue_is_too_long():
 
 def test_a_hint_lives_as_long_as_its_request():
     with routing_hint("id", chunks("a")):
-        assert router._hints["id"] == chunks("a")
-    assert "id" not in router._hints
+        assert hint_of("id") == chunks("a")
+    assert hint_of("id") == []
     with routing_hint("id", []):
-        assert "id" not in router._hints
+        assert hint_of("id") == []
+
+
+def test_the_router_ray_serve_unpickles_sees_the_hints_of_this_process():
+    config = RequestRouterConfig(request_router_class="ucm_ray.serve.router.ChunkAwareRouter")
+    shipped = config.get_request_router_class()
+    with routing_hint("id", chunks("a")):
+        assert shipped.choose_replicas.__globals__["hint_of"]("id") == chunks("a")
 
 
 def test_on_a_skewed_workload_more_tokens_are_found_in_memory_than_by_chance():

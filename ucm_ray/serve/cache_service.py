@@ -21,7 +21,7 @@ from ucm_ray.serve.directory_copy import DirectoryCopy
 from ucm_ray.serve.errors import ServiceError, bad_request, not_found
 from ucm_ray.serve.metrics import ServiceMetrics
 from ucm_ray.serve.receipts import ReceiptBook
-from ucm_ray.serve.router import PromptChunk
+from ucm_ray.serve.routing_hint import PromptChunk
 from ucm_ray.serve.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,10 @@ has its chunks in host memory from then on, until as many bytes of others were s
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import (
@@ -25,31 +22,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-logger = logging.getLogger(__name__)
-
-
-class PromptChunk(NamedTuple):
-    """A stored chunk in a prompt."""
-
-    key: str
-    num_tokens: int
-    num_bytes: int
-
-
-Chunks = list[PromptChunk]
-
-_hints: dict[str, Chunks] = {}
-
-
-@contextmanager
-def routing_hint(request_id: str, chunks: Chunks) -> Iterator[None]:
-    """While inside, the router knows the stored chunks of the request's prompt."""
-    if chunks and request_id:
-        _hints[request_id] = chunks
-    try:
-        yield
-    finally:
-        _hints.pop(request_id, None)
+from ucm_ray.serve.routing_hint import Chunks, hint_of
 
 
 class Residency:
@@ -117,7 +90,7 @@ class ChunkAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         chunks: Chunks = []
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-            chunks = _hints.get(pending_request.metadata.request_id, [])
+            chunks = hint_of(pending_request.metadata.request_id)
         if not chunks or len(candidate_replicas) < 2:
             return [_two_of(candidate_replicas)]
         total = sum(chunk.num_tokens for chunk in chunks)
@@ -143,7 +116,7 @@ class ChunkAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         return None
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        chunks = _hints.get(pending_request.metadata.request_id)
+        chunks = hint_of(pending_request.metadata.request_id)
         if chunks:
             self.residency.sent(replica_id, chunks)
 

@@ -24,7 +24,7 @@ from ucm_ray.serve.auth import salt_of
 from ucm_ray.serve.cache_service import CacheService
 from ucm_ray.serve.errors import ServiceError, bad_request, error_body, not_found, unavailable
 from ucm_ray.serve.receipts import split_receipt
-from ucm_ray.serve.router import PromptChunk, routing_hint
+from ucm_ray.serve.routing_hint import PromptChunk, routing_hint
 
 logger = logging.getLogger(__name__)
 
