@@ -92,7 +92,7 @@ def main(
         found = _in_a_process(job)
         rows += found["rows"]
         notes[name] = {"threads": found["threads"], "dtype": DTYPE, "block_size": 32}
-    typer.echo(table([{column: row[column] for column in COLUMNS} for row in rows]))
+    table([{column: row[column] for column in COLUMNS} for row in rows])
     crossover = crossovers(rows)
     for line in crossover:
         typer.echo(

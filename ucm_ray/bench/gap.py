@@ -29,7 +29,7 @@ def main(
     from ucm_ray.bench.report import table, write_json
 
     found = measure(config, repeat, typer.echo)
-    typer.echo(table(found["rows"]))
+    table(found["rows"])
     typer.echo(f"ratio of longest gaps, blend / plain: {found['ratio']:.2f}")
     write_json(json_path, found)
 

@@ -198,6 +198,20 @@ class Load:
         await asyncio.gather(*(user(waiting) for _ in range(concurrency)))
         return done, time.perf_counter() - started_s
 
+    async def read_bytes(self) -> float:
+        """Bytes of KV that the stages behind host memory have read so far, all replicas together."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        text = (await self.http.get("/metrics")).text
+        return sum(sample.value for family in text_string_to_metric_families(text)
+                   if family.name == "vllm:ucm_store_loaded_bytes" for sample in family.samples)
+
+    async def bytes_per_token(self) -> float:
+        """Of the KV stored under the blend mode's salt; 0 while nothing is stored."""
+        salt = self.controls("blend")["cache_salt"]
+        page = (await self.http.get("/ucm/v1/chunks", params={"cache_salt": salt, "limit": 100})).json()["data"]
+        return sum(chunk["num_bytes"] for chunk in page) / max(sum(chunk["num_tokens"] for chunk in page), 1)
+
     async def ingest(self, documents: Sequence[str]) -> float:
         """Store documents under the blend mode's salt; seconds."""
         started_s = time.perf_counter()
@@ -237,6 +251,14 @@ def row_of(workload: str, mode: str, done: list[Measured], wall_s: float, ttft_l
     }
 
 
+def memory_share(done: list[Measured], read_bytes: float, bytes_per_token: float) -> float:
+    """Share of the reused tokens whose KV was found in the host memory of the replica that wanted it."""
+    reused = sum((one.receipt.get("blend") or {}).get("reused_tokens", 0) for one in done)
+    if not reused or not bytes_per_token:
+        return 0.0
+    return max(0.0, 1.0 - read_bytes / bytes_per_token / reused)
+
+
 async def measure(load: Load, workloads: Sequence[str], modes: Sequence[str], requests: int, concurrency: int,
                   seed: int, ttft_limit_s: float, tpot_limit_s: float) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Rows, and the seconds that ingesting took."""
@@ -247,8 +269,12 @@ async def measure(load: Load, workloads: Sequence[str], modes: Sequence[str], re
             if mode == "blend" and workload == "rag":
                 ingest_s[workload] = await load.ingest(documents_of(NUM_DOCUMENTS))
             await load.send(Step(_chat(f"Say hello. {mode}")), mode)  # the system prompt is nobody's first
+            read_before = await load.read_bytes()
             done, wall_s = await load.run(sessions, mode, concurrency)
             rows.append(row_of(workload, mode, done, wall_s, ttft_limit_s, tpot_limit_s))
+            if mode == "blend":
+                read = await load.read_bytes() - read_before
+                rows[-1]["memory_share"] = memory_share(done, read, await load.bytes_per_token())
             typer.echo(f"{workload} {mode}: {rows[-1]['req_s']:.2f} requests/s, "
                        f"TTFT {rows[-1]['ttft_p50_s']:.3f} s", err=True)
     return rows, ingest_s
@@ -293,7 +319,7 @@ def main(
                                  goodput_tpot_ms / 1e3)
 
     rows, ingest_s = asyncio.run(run())
-    typer.echo(table(rows))
+    table(rows)
     if json_path is not None:
         write_json(json_path, {"rows": rows, "ingest_s": ingest_s, "machine": machine_info(),
                                "settings": {"requests": requests, "concurrency": concurrency, "max_tokens": max_tokens,

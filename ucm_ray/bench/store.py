@@ -45,7 +45,7 @@ def main(
 
 
 def _show(numbers: dict) -> None:
-    typer.echo(table([{"what": name, "value": value} for name, value in numbers.items()]))
+    table([{"what": name, "value": value} for name, value in numbers.items()])
 
 
 def _dtype() -> str:

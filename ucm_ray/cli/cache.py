@@ -148,4 +148,4 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
         return
     from ucm_ray.bench.report import table
 
-    typer.echo(table(rows))
+    table(rows)

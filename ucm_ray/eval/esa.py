@@ -42,7 +42,7 @@ def main(
         raise typer.BadParameter(f"methods: found {', '.join(unknown)}, expected some of {', '.join(METHODS)}")
     changes = {} if stride is None else {"retrieval_stride": stride}
     rows = evaluate(names, shares, contexts, context_tokens, tokens, changes)
-    typer.echo(table([{column: row[column] for column in COLUMNS} for row in rows]))
+    table([{column: row[column] for column in COLUMNS} for row in rows])
     write_json(
         json_path,
         {

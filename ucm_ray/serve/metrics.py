@@ -48,6 +48,9 @@ class ServiceMetrics:
         self.store_bytes = Gauge(
             "vllm:ucm_store_bytes", "Bytes of KV in a stage of a replica's store.", ["replica", "stage"],
             registry=self.registry)
+        self.store_loaded_bytes = Gauge(
+            "vllm:ucm_store_loaded_bytes", "Bytes of KV a stage of a replica's store has read since it started.",
+            ["replica", "stage"], registry=self.registry)
         self.stream_failures = Counter(
             "vllm:ucm_stream_failures", "Streams that ended with an error after their first token.",
             registry=self.registry)
@@ -81,6 +84,8 @@ class ServiceMetrics:
                 self.store_reads.labels(replica, stage, what).set(value)
             elif what == "bytes":
                 self.store_bytes.labels(replica, stage).set(value)
+            elif what == "loaded_bytes":
+                self.store_loaded_bytes.labels(replica, stage).set(value)
 
     def render(self) -> tuple[bytes, str]:
         """The exposition and its content type."""
