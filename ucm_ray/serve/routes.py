@@ -14,6 +14,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi import Path as PathParameter
 from pydantic import BaseModel
 from ray.llm._internal.serve.core.configs.openai_api_models import (
+    DetokenizeRequest,
     ErrorResponse,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
@@ -204,6 +205,13 @@ class UcmRoutes(OpenAiIngress):
     async def tokenize(self, body: TokenizeCompletionRequest | TokenizeChatRequest, request: Request) -> Response:
         """Token ids of a text, or of messages under the chat template. Ray's route takes a text only."""
         return await super().tokenize(body, request)
+
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
+        """The text of token ids. Ids that are none would end as an error inside the engine."""
+        most = self.cache.tokenizer.vocabulary_size - 1
+        if max(body.tokens, default=0) > most:
+            raise bad_request(f"tokens: found {max(body.tokens)}, expected 0 to {most}", "tokens")
+        return await super().detokenize(body, request)
 
     async def _get_response(self, *, body: Any, call_method: str,
                             raw_request: Request | None = None) -> AsyncGenerator[Any, None]:
