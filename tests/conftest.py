@@ -73,6 +73,14 @@ class ServiceProcess:
                 continue  # ended meanwhile
         return found
 
+    def ray_address(self) -> str:
+        """Address of the service's own Ray, as its raylet was told."""
+        for process in self.processes():
+            for argument in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
+                if argument.startswith(b"--gcs-address="):
+                    return argument.partition(b"=")[2].decode()
+        raise AssertionError("no process of the service was told the address of its Ray")
+
     def stop(self, number: int = signal.SIGINT, timeout_s: float = 90) -> list[int]:
         """Ask it to stop as Ctrl-C does; the processes that are still there after `timeout_s`."""
         if self.process.poll() is None:

@@ -88,6 +88,33 @@ class _Operations:
         body = api.PinRequest(keys=list(keys), documents=list(documents), pinned=pinned, cache_salt=self._cache_salt)
         return self._send(_Call("pin_chunks", "POST", "/ucm/v1/pin", api.Affected, body))
 
+    def retrieval(self) -> api.RetrievalInfo:
+        """What blocks must look like, and how many this key has stored."""
+        return self._send(_Call("retrieval_info", "GET", "/ucm/v1/retrieval", api.RetrievalInfo,
+                                parameters=self._salted()))
+
+    def upsert_blocks(self, name: str, blocks: Any, append: bool = False) -> api.BlocksResponse:
+        """Store block representations under a name.
+
+        Args:
+            blocks: `[num_stats, num_layers, num_blocks, num_kv_heads, head_dim]`, as `BlockRepresentation.compute`
+                returns them: a tensor on the CPU, an array or nested lists.
+        """
+        body = api.BlocksRequest(name=name, blocks=api.Tensor.of(blocks), append=append, cache_salt=self._cache_salt)
+        return self._send(_Call("upsert_blocks", "POST", "/ucm/v1/retrieval/blocks", api.BlocksResponse, body))
+
+    def top_k(self, name: str, query: Any, k: int, *, start: int = 0, stop: int | None = None,
+              per_head: bool = False) -> api.TopKResponse:
+        """The blocks of a name that a query `[num_layers, num_heads, head_dim]` needs most."""
+        body = api.TopKRequest(name=name, query=api.Tensor.of(query), k=k, start=start, stop=stop, per_head=per_head,
+                               cache_salt=self._cache_salt)
+        return self._send(_Call("top_k", "POST", "/ucm/v1/retrieval/top_k", api.TopKResponse, body))
+
+    def evict_blocks(self, names: Sequence[str]) -> api.Evicted:
+        """Drop names with all their blocks."""
+        body = api.NamesRequest(names=list(names), cache_salt=self._cache_salt)
+        return self._send(_Call("evict_blocks", "POST", "/ucm/v1/retrieval/evict", api.Evicted, body))
+
     def stats(self) -> api.Statistics:
         """Numbers of this key's cache and requests."""
         return self._send(_Call("statistics", "GET", "/ucm/v1/stats", api.Statistics))

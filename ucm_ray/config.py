@@ -193,6 +193,8 @@ class ServiceSettings(_Section):
     router_load_weight: float = Field(default=0.1, ge=0.0, description="reusable share a queued request outweighs")
     directory_max_chunks: int = Field(default=1_000_000, ge=1, description="about 500 bytes of memory each")
     kept_receipts: int = Field(default=4096, ge=1, description="for GET /ucm/v1/receipts/{id}")
+    otlp_endpoint: str | None = Field(default=None, pattern="^https?://",
+                                      description="OpenTelemetry collector for spans, http://HOST:4318/v1/traces")
 
     @model_validator(mode="after")
     def _ordered(self) -> ServiceSettings:

@@ -124,6 +124,19 @@ def test_an_unknown_path_is_404_json(service) -> None:
     assert error.value.code == 404 and json.load(error.value)["error"]["code"] == 404
 
 
+@pytest.mark.parametrize("route", ["blocks", "top_k", "evict"])
+def test_without_a_retrieval_pool_its_routes_are_503_and_name_the_key(service, route: str) -> None:
+    one = {"shape": [1, 1, 1], "data": [0.5]}
+    body = {"blocks": {"name": "a", "blocks": one}, "top_k": {"name": "a", "query": one, "k": 1},
+            "evict": {"names": ["a"]}}[route]
+    request = urllib.request.Request(f"{service.url}/ucm/v1/retrieval/{route}", json.dumps(body).encode(), headers={
+        "Authorization": f"Bearer {KEY}", "Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=30)
+    message = json.load(error.value)["error"]["message"]
+    assert error.value.code == 503 and "no retrieval pool runs" in message and "retrieval.backend: local" in message
+
+
 def test_twenty_parallel_requests_are_all_answered(service) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=300) as client:

@@ -1,6 +1,8 @@
-"""One running service for the whole room: two API keys, the default model, blend on."""
+"""One running service for the whole room: two API keys, the default model, blend on, a retrieval pool, spans."""
 
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from openai import OpenAI
@@ -15,13 +17,54 @@ SYSTEM = "You answer questions about the documents you are given."
 MODEL = "test-model"
 ENGINE = {"device": "cpu", "max_model_len": 4096, "cpu_kv_cache_gib": 1}
 STORE = {"refresh_s": 0.2, "cache_capacity_bytes": "512MiB"}
+RETRIEVAL = {"backend": "ray", "capacity_bytes": "32MiB"}
 _services: list = []
 
 
+class Collector:
+    """An OpenTelemetry collector: takes spans over OTLP/HTTP and keeps them."""
+
+    def __init__(self):
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        self.spans = spans = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                assert self.headers["Content-Type"] == "application/x-protobuf"
+                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                    spans.extend(span for scope in resource.scope_spans for span in scope.spans)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *arguments):
+                return
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+        threading.Thread(target=self.server.serve_forever, name="collector", daemon=True).start()
+
+    def attributes(self) -> list[dict]:
+        """Of every span so far, its name and status among them."""
+        return [{"name": span.name, "status": span.status.code, "parent": span.parent_span_id.hex(),
+                 "trace": span.trace_id.hex()}
+                | {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
+                for span in list(self.spans)]
+
+
 @pytest.fixture(scope="session")
-def service(start_service):
-    _services.append(start_service({"engine": ENGINE, "store": STORE,
-                                    "service": {"api_keys": list(KEYS), "model_id": MODEL}}))
+def collector():
+    collector = Collector()
+    yield collector
+    collector.server.shutdown()
+    collector.server.server_close()
+
+
+@pytest.fixture(scope="session")
+def service(start_service, collector):
+    _services.append(start_service({"engine": ENGINE, "store": STORE, "retrieval": RETRIEVAL, "service": {
+        "api_keys": list(KEYS), "model_id": MODEL, "otlp_endpoint": collector.url}}))
     return _services[-1]
 
 

@@ -40,6 +40,9 @@ def test_documents_are_stored_shuffled_and_asked_with_and_without_blend(page):
     page.wait_for_selector("#examples option", state="attached")
     page.click("#add8")
     assert page.locator("#documents li").count() == 8
+    ends = page.evaluate("[...document.querySelectorAll('#documents, #documents button')]"
+                         ".map((one) => one.getBoundingClientRect().right)")
+    assert max(ends[1:]) < ends[0], "the buttons of the documents are cut off"
     page.fill("#paste", "The lighthouse of Kolka stands on an island that was built of stones.")
     page.click("#add")
     page.click("#ingest")
@@ -67,7 +70,8 @@ def test_documents_are_stored_shuffled_and_asked_with_and_without_blend(page):
 def test_the_curve_of_policies_is_drawn(page):
     page.click("#curve")
     page.wait_for_function("document.querySelectorAll('#chart circle').length === 13", timeout=600_000)
-    assert page.locator("#chart polyline").count() == 3 and page.locator("#error").inner_text() == ""
+    assert page.locator("#chart polyline").count() == 3 and page.locator("#chart td").count() == 18
+    assert page.locator("#error").inner_text() == ""
 
 
 def test_the_page_asks_nobody_else_throws_nothing_and_can_be_shown(page, tmp_path):

@@ -193,22 +193,82 @@ def test_every_route_asks_for_a_key(service):
     assert httpx.get(f"{service.url}/metrics", timeout=60).status_code == 401
 
 
-def test_metrics_add_receipts_up(service, openai, ingested, documents):
-    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+def metrics_of(service) -> dict[str, float]:
+    """Samples of `/metrics` by name with labels."""
+    answer = httpx.get(f"{service.url}/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=60)
+    return {name: float(value) for name, value in re.findall(r"^(vllm:\S+(?:{.*})?) (\S+)$", answer.text, re.MULTILINE)}
 
-    def reused() -> float:
-        text = httpx.get(f"{service.url}/metrics", headers=headers, timeout=60).text
-        assert 'vllm:ucm_directory_up 1.0' in text
-        pattern = r'vllm:ucm_prompt_tokens_total{source="(?:reused|recomputed)"} ([\d.e+]+)'
-        return sum(map(float, re.findall(pattern, text)))
 
-    before = reused()
-    blend = blend_of(ask(openai, documents[:3], documents[0].questions[1].question))
-    assert reused() - before == blend["reused_tokens"] > 0
-    exposed = httpx.get(f"{service.url}/metrics", headers=headers, timeout=60).text
+def test_metrics_grow_by_the_numbers_of_receipt_and_ingest(service, openai, documents, first):
+    """A document nobody has seen is stored, then asked about once, saving nothing."""
+    text = " ".join(f"On day {day} the harbour counted {day * 37 % 101} ships." for day in range(70)) + "\n\n"
+    before = metrics_of(service)
+    stored = first.ingest([text]).data[0]
+    answer = openai.chat.completions.create(
+        model=MODEL, temperature=0, max_tokens=4, extra_body={"kv_transfer_params": {"ucm": {"save": False}}},
+        messages=[{"role": "user", "content": f"Read this: {text}How many ships came on day 3?"}])
+    receipt = answer.model_extra["kv_transfer_params"]["ucm"]
+    blend, replica = receipt["blend"], receipt["replica"]
+    assert blend["reused_tokens"] >= 0.9 * stored.num_tokens > 500
+
+    def grown(name: str, after: dict[str, float]) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    written = f'vllm:ucm_store_bytes{{replica="{replica}",stage="Posix"}}'
+    after = eventually(lambda: (now := metrics_of(service)) and grown(written, now) and now)
+    assert after["vllm:ucm_directory_up"] == 1.0
+    expected = {
+        'vllm:ucm_prompt_tokens_total{source="prefix"}': blend["prefix_tokens"],
+        'vllm:ucm_prompt_tokens_total{source="reused"}': blend["reused_tokens"] - blend["recomputed_tokens"],
+        'vllm:ucm_prompt_tokens_total{source="recomputed"}': blend["recomputed_tokens"],
+        'vllm:ucm_prompt_tokens_total{source="computed"}':
+            blend["prompt_tokens"] - blend["prefix_tokens"] - blend["reused_tokens"],
+        'vllm:ucm_requests_total{outcome="blended",reason=""}': 1,
+        "vllm:ucm_missed_tokens_total": blend["missed_tokens"],
+        "vllm:ucm_load_seconds_count": 1,
+        "vllm:ucm_load_seconds_sum": blend["load_ms"] / 1e3,
+        "vllm:ucm_recompute_seconds_count": 1,
+        "vllm:ucm_recompute_seconds_sum": blend["recompute_ms"] / 1e3,
+        "vllm:ucm_ingested_tokens_total": stored.num_tokens,
+        "vllm:ucm_stored_chunks": stored.new_chunks,
+        "vllm:ucm_stored_bytes": stored.num_bytes,
+        written: stored.num_bytes + stored.new_chunks * 4096,  # the first page of every file is its header
+        f'vllm:ucm_store_reads{{replica="{replica}",result="hits",stage="Cache"}}': stored.num_chunks,
+    }
+    assert {name: grown(name, after) for name in expected} == pytest.approx(expected)
+
+
+def test_every_metric_of_the_ingress_is_exposed(service):
+    exposed = httpx.get(f"{service.url}/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=60).text
     families = set(re.findall(r"# TYPE (\S+)", exposed))
     assert {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in ServiceMetrics().names()} <= {
         re.sub(r"_total$", "", family) for family in families}
+
+
+def test_text_becomes_the_ids_the_engine_reads_and_back(service, first, openai, model_dir):
+    """vLLM's helper routes; a chat's ids are those of the request itself."""
+    from transformers import AutoTokenizer
+
+    def post(path: str, **body) -> httpx.Response:
+        return httpx.post(service.url + path, json=body, headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=60)
+
+    tokenizer, text = AutoTokenizer.from_pretrained(model_dir), "The lighthouse of Kolka, 1884 – ünïcode."
+    answer = post("/tokenize", model=MODEL, prompt=text, return_token_strs=True).json()
+    ids = tokenizer.encode(text)
+    assert answer["tokens"] == ids and answer["count"] == len(ids) and answer["max_model_len"] == 4096
+    assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+    assert post("/tokenize", prompt=text).json()["tokens"] == ids
+    assert post("/detokenize", model=MODEL, tokens=ids).json()["prompt"] == text
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    chat = post("/tokenize", model=MODEL, messages=messages).json()
+    assert chat["tokens"] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    asked = openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    assert asked.usage.prompt_tokens == chat["count"]
+    for path, body, status in (("/tokenize", {}, 400), ("/tokenize", {"model": "none", "prompt": "a"}, 404),
+                               ("/detokenize", {"tokens": ["a"]}, 400), ("/detokenize", {"tokens": [-1]}, 400),
+                               ("/detokenize", {"tokens": [10**12]}, 400)):
+        refused = post(path, **body)
+        assert refused.status_code == status and refused.json()["error"]["message"], (path, body, refused.text)
 
 
 def test_the_command_line_does_the_same(service, documents, tmp_path):

@@ -17,7 +17,8 @@ def serve(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, as for `serve run`.")] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML; default: $UCM_RAY_CONFIG.")] = None,
     port: Annotated[int | None, typer.Option(help="Same as service.port=N.")] = None,
-    address: Annotated[str | None, typer.Option(help="Running Ray cluster; default: start one.")] = None,
+    address: Annotated[str | None, typer.Option(envvar="RAY_ADDRESS",
+                                                help="Running Ray cluster; default: start one.")] = None,
     verbose: Annotated[bool, typer.Option(help="Show the logs of Ray and the engine.")] = False,
 ) -> None:
     """Check the set-up, start engines and HTTP, print the address, serve until Ctrl-C."""

@@ -257,6 +257,16 @@ class RetrievalClient(Retriever):
         for shard in view.shards if names else ():
             shard.link.call("forget", (names,), 1, _ignore)
 
+    def evict(self, keys: Sequence[str]) -> None:
+        """Drops blocks from the owner's copy and the shards; forget the requests that list them first."""
+        with self._bank_lock:
+            self.bank.evict(keys)
+        view = self._view
+        owner = view.place(keys) if len(keys) and view.shards else np.empty(0, np.int32)
+        for index, shard in enumerate(view.shards):
+            if len(mine := np.flatnonzero(owner == index)):
+                shard.link.call("evict", ([keys[at] for at in mine],), 1, _ignore)
+
     def stats(self) -> dict:
         """Sizes of the owner's copy, counters of answers by source, and the membership in use."""
         view = self._view

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import base64
+import binascii
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 MAX_DOCUMENTS = 64
 MAX_TEXT_CHARS = 1_000_000
 MAX_TOKENS = 262_144
 MAX_KEYS = 10_000
 MAX_PAGE = 1_000
+MAX_NAMES = 256
+MAX_TOP_K = 1_024
+MAX_VALUES = 4_194_304  # 16 MiB as float32
 
 
 class _Body(BaseModel):
@@ -169,3 +175,106 @@ class Statistics(BaseModel):
     pinned: int
     requests: dict[str, float] = Field(description="receipts of the caller's requests, summed")
     directory: dict[str, Any]
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class Tensor(_Body):
+    """An array: its shape, and its numbers in C order, listed or as base64 of little-endian float32."""
+
+    shape: list[Annotated[int, Field(ge=1)]] = Field(min_length=1, max_length=8)
+    data: list[float] | str = Field(max_length=6 * MAX_VALUES)
+
+    @model_validator(mode="after")
+    def _complete_and_finite(self) -> Tensor:
+        expected = int(np.prod(self.shape, dtype=np.float64))
+        if expected > MAX_VALUES:
+            raise ValueError(f"shape {self.shape} holds {expected} numbers, expected at most {MAX_VALUES}; "
+                             "send the blocks in parts, with 'append'")
+        if isinstance(self.data, str):
+            try:
+                size = len(base64.b64decode(self.data, validate=True)) / 4
+            except binascii.Error as error:
+                raise ValueError(f"data: expected base64 ({error})") from None
+        else:
+            size = len(self.data)
+        if size != expected:
+            raise ValueError(f"data holds {size:g} float32 numbers, expected {expected} for shape {self.shape}")
+        if not np.isfinite(self.array()).all():
+            raise ValueError("data holds NaN or infinite values (as float32), expected finite numbers")
+        return self
+
+    def array(self) -> np.ndarray:
+        """float32 `[*shape]`."""
+        with np.errstate(over="ignore"):
+            flat = (np.frombuffer(base64.b64decode(self.data), "<f4") if isinstance(self.data, str)
+                    else np.asarray(self.data, np.float64).astype(np.float32))
+        return flat.reshape(self.shape)
+
+    @classmethod
+    def of(cls, values: Any) -> Tensor:
+        """From anything numpy reads: nested lists, arrays, torch tensors on the CPU."""
+        array = np.ascontiguousarray(values, "<f4")
+        return cls(shape=list(array.shape), data=base64.b64encode(array.tobytes()).decode())
+
+
+class BlocksRequest(_Body):
+    """Representations of the KV blocks of one request or document, under a name of the caller's."""
+
+    name: Name
+    blocks: Tensor = Field(description="[num_stats, num_layers, num_blocks, num_kv_heads, head_dim], as "
+                                       "`BlockRepresentation.compute` returns them; see GET /ucm/v1/retrieval")
+    append: bool = Field(default=False, description="behind the blocks the name has, instead of in their place")
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+
+class BlocksResponse(BaseModel):
+    name: str
+    blocks: int = Field(description="how many the name has now")
+
+
+class TopKRequest(_Body):
+    """A query of one decode step: which blocks of a name should be read?"""
+
+    name: Name
+    query: Tensor = Field(description="[num_layers, num_heads, head_dim]; num_heads is a multiple of num_kv_heads")
+    k: int = Field(ge=1, le=MAX_TOP_K)
+    start: int = Field(default=0, ge=0, description="the first block that may be chosen")
+    stop: int | None = Field(default=None, ge=0, description="the first one behind those that may be chosen")
+    per_head: bool = Field(default=False, description="choose for every KV head; otherwise heads are summed")
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+
+class TopKResponse(BaseModel):
+    """Per layer, and per KV head or once: the chosen blocks, ascending, and their scores in attention logits."""
+
+    name: str
+    candidates: int = Field(description="blocks that were scored")
+    source: Literal["exact", "local"] = Field(description="who scored: the shards, or in their stead the owner's copy")
+    blocks: list[list[list[int]]]
+    scores: list[list[list[float]]]
+
+
+class NamesRequest(_Body):
+    names: list[Name] = Field(min_length=1, max_length=MAX_NAMES)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+
+class Evicted(BaseModel):
+    names: int
+    blocks: int
+
+
+class RetrievalInfo(BaseModel):
+    """What blocks must look like, and how many there are."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    representation: str
+    num_stats: int
+    dtype: str
+    capacity_blocks: int = Field(description="of all callers together")
+    names: int = Field(description="of the caller")
+    blocks: int = Field(description="of the caller")

@@ -53,11 +53,15 @@ class CacheService:
         self._ingests = asyncio.Semaphore(_PARALLEL_INGESTS)
         self._prefill_tokens_s: float | None = None
 
-    async def namespace(self, salt: str) -> str:
-        """Hex name of a salt's namespace. Waits for an engine the first time."""
+    async def engine(self) -> dict[str, Any]:
+        """What `UcmLLMServer.describe` says. Waits for an engine the first time."""
         if self._engine is None:
             self._engine = await self._engines.describe.remote()
-        return Namespace.from_dict(self._engine["namespace"] | {"salt": salt}).hex
+        return self._engine
+
+    async def namespace(self, salt: str) -> str:
+        """Hex name of a salt's namespace. Waits for an engine the first time."""
+        return Namespace.from_dict((await self.engine())["namespace"] | {"salt": salt}).hex
 
     def known_namespace(self, salt: str) -> str | None:
         """As `namespace`, without waiting: None before an engine has been heard of."""

@@ -29,6 +29,9 @@ class UcmLLMServer(LLMServer):
         await asyncio.to_thread(start_retrieval, self._llm_config.engine_kwargs)
         await super().start()
         client = self.engine._engine_client
+        if self.engine._oai_serving_tokenization is None:
+            # Ray 2.60 looks for it under the name of earlier vLLMs, and refuses /tokenize and /detokenize
+            self.engine._oai_serving_tokenization = self.engine._app_state.serving_tokenization
         self._receipts: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._recorded = client.vllm_config.kv_transfer_config is not None

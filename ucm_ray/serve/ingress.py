@@ -23,8 +23,10 @@ from ucm_ray.config import ConfigError, ServiceSettings, Settings, parse_control
 from ucm_ray.serve.auth import OPEN_PATHS, ApiKeyMiddleware
 from ucm_ray.serve.cache_service import CacheService
 from ucm_ray.serve.errors import add_error_handlers, bad_request
+from ucm_ray.serve.retrieval import RetrievalService
 from ucm_ray.serve.routes import OPEN_ROUTES, ROUTES, UcmRoutes
 from ucm_ray.serve.tokenizer import PromptTokenizer
+from ucm_ray.serve.tracing import RequestTracer
 
 Endpoint = Callable[[FastAPI], Callable[..., Any]]
 
@@ -45,6 +47,8 @@ class UcmIngress(UcmRoutes):
         self.settings = Settings.model_validate(settings)
         engines = self._default_serve_handles[llm_config.model_id]
         self.cache = CacheService(self.settings, engines, PromptTokenizer(llm_config))
+        self.retrieval = RetrievalService(self.settings, self.cache)
+        self.tracer = RequestTracer(self.settings.service.otlp_endpoint)
 
     async def health(self) -> JSONResponse:
         """Answered without a key; the ingress is up. Replicas are checked by Ray Serve."""

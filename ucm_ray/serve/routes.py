@@ -13,6 +13,12 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi import Path as PathParameter
 from pydantic import BaseModel
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    DetokenizeRequest,
+    ErrorResponse,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress
 from ray.llm._internal.serve.utils.server_utils import get_serve_request_id
 from starlette.datastructures import Headers
@@ -24,7 +30,9 @@ from ucm_ray.serve.auth import salt_of
 from ucm_ray.serve.cache_service import CacheService
 from ucm_ray.serve.errors import ServiceError, bad_request, error_body, not_found, unavailable
 from ucm_ray.serve.receipts import split_receipt
+from ucm_ray.serve.retrieval import RetrievalService
 from ucm_ray.serve.routing_hint import PromptChunk, routing_hint
+from ucm_ray.serve.tracing import RequestSpan, RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +54,11 @@ ROUTES: dict[str, Callable[[FastAPI], Callable[..., Any]]] = {
     "pin_chunks": lambda app: app.post("/ucm/v1/pin", response_model=api.Affected, tags=["cache"]),
     "delete_chunks": lambda app: app.post("/ucm/v1/delete", response_model=api.Affected, tags=["cache"]),
     "lookup": lambda app: app.post("/ucm/v1/lookup", response_model=api.LookupResponse, tags=["cache"]),
+    "retrieval_info": lambda app: app.get("/ucm/v1/retrieval", response_model=api.RetrievalInfo, tags=["retrieval"]),
+    "upsert_blocks": lambda app: app.post("/ucm/v1/retrieval/blocks", response_model=api.BlocksResponse,
+                                          tags=["retrieval"]),
+    "top_k": lambda app: app.post("/ucm/v1/retrieval/top_k", response_model=api.TopKResponse, tags=["retrieval"]),
+    "evict_blocks": lambda app: app.post("/ucm/v1/retrieval/evict", response_model=api.Evicted, tags=["retrieval"]),
     "read_receipt": lambda app: app.get("/ucm/v1/receipts/{request_id}", tags=["requests"]),
     "statistics": lambda app: app.get("/ucm/v1/stats", response_model=api.Statistics, tags=["requests"]),
     "metrics": lambda app: app.get("/metrics", include_in_schema=False),
@@ -57,9 +70,11 @@ OPEN_ROUTES = ("/ucm/", "/ucm/examples.json", "/docs", "/openapi.json")
 
 
 class UcmRoutes(OpenAiIngress):
-    """Mixin of the ingress; `self.cache` is set by its constructor."""
+    """Mixin of the ingress; these are set by its constructor."""
 
     cache: CacheService
+    retrieval: RetrievalService
+    tracer: RequestTracer
 
     # documents and chunks
 
@@ -108,6 +123,24 @@ class UcmRoutes(OpenAiIngress):
         """What of a prompt would be reused, without running it."""
         await self._get_model_id(body.model)
         return await self.cache.lookup(body, caller_salt(request, body.cache_salt))
+
+    # retrieval
+
+    async def retrieval_info(self, request: Request, cache_salt: Salt = None) -> api.RetrievalInfo:
+        """What blocks must look like, and how many the caller has stored."""
+        return await self.retrieval.info(caller_salt(request, cache_salt))
+
+    async def upsert_blocks(self, body: api.BlocksRequest, request: Request) -> api.BlocksResponse:
+        """Store the block representations of a request or document, under a name."""
+        return await self.retrieval.upsert(body, caller_salt(request, body.cache_salt))
+
+    async def top_k(self, body: api.TopKRequest, request: Request) -> api.TopKResponse:
+        """The blocks of a name that a query needs most."""
+        return await self.retrieval.top_k(body, caller_salt(request, body.cache_salt))
+
+    async def evict_blocks(self, body: api.NamesRequest, request: Request) -> api.Evicted:
+        """Drop names with all their blocks."""
+        return await self.retrieval.evict(body, caller_salt(request, body.cache_salt))
 
     # requests
 
@@ -167,7 +200,18 @@ class UcmRoutes(OpenAiIngress):
             timeout_s=2.0, return_exceptions=True)
         return next((answer for answer in answers if isinstance(answer, dict)), None)
 
-    # OpenAI routes
+    # OpenAI routes, and vLLM's two beside them
+
+    async def tokenize(self, body: TokenizeCompletionRequest | TokenizeChatRequest, request: Request) -> Response:
+        """Token ids of a text, or of messages under the chat template. Ray's route takes a text only."""
+        return await super().tokenize(body, request)
+
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
+        """The text of token ids. Ids that are none would end as an error inside the engine."""
+        most = self.cache.tokenizer.vocabulary_size - 1
+        if max(body.tokens, default=0) > most:
+            raise bad_request(f"tokens: found {max(body.tokens)}, expected 0 to {most}", "tokens")
+        return await super().detokenize(body, request)
 
     async def _get_response(self, *, body: Any, call_method: str,
                             raw_request: Request | None = None) -> AsyncGenerator[Any, None]:
@@ -177,12 +221,14 @@ class UcmRoutes(OpenAiIngress):
                 yield answer
             return
         only_ucm(body)
-        salt = caller_salt(raw_request)
-        chunks = await self._tokenise(body)
-        with routing_hint(get_serve_request_id(), chunks):
-            stream = answers(body=body, call_method=call_method, raw_request=without_key(raw_request))
-            async for answer in self._with_receipts(stream, salt, _wants_usage(body)):
-                yield answer
+        request_id = get_serve_request_id()
+        headers = raw_request.headers if raw_request is not None else {}
+        with self.tracer.request(call_method, request_id, body.model, headers) as span:
+            chunks = await self._tokenise(body)
+            with routing_hint(request_id, chunks):
+                stream = answers(body=body, call_method=call_method, raw_request=without_key(raw_request))
+                async for answer in self._with_receipts(stream, caller_salt(raw_request), _wants_usage(body), span):
+                    yield answer
 
     async def _tokenise(self, body: Any) -> list[PromptChunk]:
         """Put the prompt's ids into the request, so that no engine tokenises again; the stored chunks among them."""
@@ -200,19 +246,27 @@ class UcmRoutes(OpenAiIngress):
             return []
         return await asyncio.to_thread(self.cache.stored_chunks, ids, body.cache_salt or "")
 
-    async def _with_receipts(self, answers: AsyncIterator[Any], salt: str, wants_usage: bool) -> AsyncIterator[Any]:
+    async def _with_receipts(self, answers: AsyncIterator[Any], salt: str, wants_usage: bool,
+                             span: RequestSpan) -> AsyncIterator[Any]:
         """Keep every receipt; take it out of streams that did not ask for usage; end broken streams with an error."""
         started = False
+
+        def keep(request_id: str, receipt: dict[str, Any]) -> None:
+            self.cache.keep_receipt(salt, request_id, receipt)
+            span.keep(request_id, receipt)
+
         try:
             async for answer in answers:
                 started = True
                 if isinstance(answer, list) and all(isinstance(event, str) for event in answer):
-                    answer = [self._keep(event, salt, wants_usage) for event in answer]
+                    answer = [_keep(event, keep, wants_usage) for event in answer]
                     answer = [event for event in answer if event]
                     if not answer:
                         continue
+                elif isinstance(answer, ErrorResponse):
+                    span.fail(answer.error.message)
                 elif isinstance(getattr(answer, "kv_transfer_params", None), dict):
-                    self.cache.keep_receipt(salt, answer.id, answer.kv_transfer_params.get("ucm") or {})
+                    keep(answer.id, answer.kv_transfer_params.get("ucm") or {})
                 yield answer
         except Exception as error:
             known = unavailable(error)
@@ -221,14 +275,8 @@ class UcmRoutes(OpenAiIngress):
             self.cache.metrics.stream_failures.inc()
             logger.warning("request %s: the stream broke: %s", get_serve_request_id(), type(error).__name__)
             status, message = (known.status_code, known.message) if known else (500, "the stream ended with an error")
+            span.fail(message)
             yield [f"data: {json.dumps(error_body(status, message))}\n\n", "data: [DONE]\n\n"]
-
-    def _keep(self, event: str, salt: str, wants_usage: bool) -> str:
-        rest, request_id, receipt = split_receipt(event)
-        if receipt is None:
-            return event
-        self.cache.keep_receipt(salt, request_id, receipt)
-        return event if wants_usage else rest
 
 
 def caller_salt(request: Request | None, cache_salt: str | None = None) -> str:
@@ -256,6 +304,15 @@ def without_key(request: Request | None) -> Request | None:
         return None
     headers = [(name, value) for name, value in request.scope["headers"] if name.lower() != b"authorization"]
     return Request(request.scope | {"headers": Headers(raw=headers).raw}, request.receive)
+
+
+def _keep(event: str, keep: Callable[[str, dict[str, Any]], None], wants_usage: bool) -> str:
+    """The event as the client gets it, its receipt kept."""
+    rest, request_id, receipt = split_receipt(event)
+    if receipt is None:
+        return event
+    keep(request_id, receipt)
+    return event if wants_usage else rest
 
 
 def _wants_usage(body: Any) -> bool:

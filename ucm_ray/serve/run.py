@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import sys
 import threading
 import time
@@ -14,8 +15,10 @@ from typing import Any
 
 from ucm_ray.config import Settings, load_settings
 
+_APP = "default"
 _PROGRESS_S = 15.0
 _GRACE_S = 10.0
+_JOIN_S = 10.0
 
 
 class StartError(RuntimeError):
@@ -30,12 +33,15 @@ def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bo
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     arguments = dict(args)
     settings = load_settings(arguments.pop("config", None), arguments)
+    address = None if address in ("", "local") else address
+    if address is not None:
+        check_address(address)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _interrupt(stop))
 
     started_s = time.monotonic()
-    ready = False
+    deployed = ready = False
     try:
         with _progress(started_s):
             import ray
@@ -47,6 +53,10 @@ def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bo
             _connect(ray, address, verbose)
             app = application(settings)
             serve.start(http_options={"host": settings.service.host, "port": settings.service.port})
+            if _APP in serve.status().applications:
+                raise StartError(f"an application called {_APP!r} runs on the Ray cluster at {address} already; "
+                                 "`serve deploy` replaces it, `serve shutdown` ends it")
+            deployed = True
             _deploy(serve, app)
         ready = True
         _say(ready_text(settings, time.monotonic() - started_s))
@@ -55,19 +65,38 @@ def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bo
         pass  # Ctrl-C is how this ends
     finally:
         _say("stopping ...")
-        _stop(drain=ready or address is not None)
+        _stop(deployed, ready, own_ray=address is None)
 
 
-def _stop(drain: bool) -> None:
-    """Let requests in flight finish if `drain`, then end Ray and whatever of ours is still there."""
+def check_address(address: str) -> None:
+    """Raise `StartError` where no Ray can be: Ray itself would try for minutes, and log as it does."""
+    host, sign, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto":
+        return
+    if not (sign and host and port.isdigit()):
+        raise StartError(f"Ray cluster address: found {address!r}, expected HOST:PORT or 'auto'")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_JOIN_S).close()
+    except (OSError, OverflowError) as error:
+        raise StartError(f"no Ray cluster answers at {address} ({error}); give the address of a running one with "
+                         "--address or RAY_ADDRESS, or neither to start one") from None
+
+
+def _stop(deployed: bool, ready: bool, own_ray: bool) -> None:
+    """Let requests in flight finish, then end our application, our Ray and whatever of ours is still there.
+
+    On a Ray that others use, too, nothing but our application is ended.
+    """
     import psutil
     import ray
     from ray import serve
 
     ours = psutil.Process().children(recursive=True)
     if ray.is_initialized():
-        if drain:
+        if own_ray and ready:
             serve.shutdown()
+        elif not own_ray and deployed:
+            serve.delete(_APP)
         ray.shutdown()
     # an engine whose replica was killed while loading would go on loading
     _, left = psutil.wait_procs(ours, timeout=_GRACE_S)
@@ -80,13 +109,15 @@ def _connect(ray: Any, address: str | None, verbose: bool) -> None:
     try:
         ray.init(address=address or "local", namespace="serve", log_to_driver=verbose)
     except Exception as error:  # Ray raises bare Exception for a node that comes up too slowly
-        what = f"joining the Ray cluster at {address}" if address else "starting Ray"
-        raise StartError(f"{what} failed: {error} `ucm-ray doctor` checks the machine.") from error
+        if not address:
+            raise StartError(f"starting Ray failed: {error} `ucm-ray doctor` checks the machine.") from error
+        raise StartError(f"joining the Ray cluster at {address} failed: {' '.join(str(error).split())}; one that asks "
+                         "for a token is joined with RAY_AUTH_MODE=token") from error
 
 
 def _deploy(serve: Any, app: Any) -> None:
     try:
-        serve.run(app, name="default", route_prefix="/")
+        serve.run(app, name=_APP, route_prefix="/")
     except RuntimeError as error:
         import ray
 

@@ -1,0 +1,105 @@
+"""Named blocks of applications: the actor that owns them, and its pool, when parts of them die."""
+
+import os
+import signal
+import time
+import uuid
+
+import numpy as np
+import pytest
+
+from tests.retrieval.conftest import GEOMETRY, make_query, make_stats
+
+NAMESPACE = "retrieval-tests"
+
+
+@pytest.fixture(scope="module")
+def documents(ray_local):
+    """`documents(method, ...)` asks an owner with two shards; `.actor` is its handle, `.pool()` its pool."""
+    from actors.retrieval_documents import connect_documents
+    from actors.retrieval_pool import PoolSettings, stop_pool
+
+    name = f"pool-{uuid.uuid4().hex[:8]}"
+    actor = connect_documents(name, NAMESPACE, GEOMETRY, PoolSettings(shards=2, capacity_bytes=2**18, device="cpu"))
+
+    def ask(method, *arguments):
+        return ray_local.get(getattr(actor, method).remote(*arguments), timeout=90)
+
+    ask.actor, ask.pool = actor, lambda: ray_local.get_actor(name, namespace=NAMESPACE)
+    yield ask
+    ray_local.kill(actor)
+    stop_pool(name, NAMESPACE)
+
+
+def best_blocks(stats, query, k):
+    scores = GEOMETRY.method.score(query, stats).sum(1)
+    return scores.topk(k).indices.sort().values.tolist()
+
+
+def refusal(ask, *arguments):
+    """Status of the refusal of a call."""
+    from ray.exceptions import RayTaskError
+
+    with pytest.raises(RayTaskError) as error:
+        ask(*arguments)
+    return error.value.cause.status
+
+
+def shards(ray, documents):
+    return [info for info in ray.get(documents.pool().info.remote(), timeout=30)["shards"].values() if info]
+
+
+def test_what_the_owner_cannot_hold_is_refused_and_changes_nothing(documents):
+    room = documents("info", "a")["capacity_blocks"]
+    documents("upsert", "a", "x", make_stats(room - 1).numpy(), False)
+    assert refusal(documents, "upsert", "b", "y", make_stats(2).numpy(), False) == 507
+    assert refusal(documents, "upsert", "a", "x", make_stats(2).numpy(), True) == 507
+    assert refusal(documents, "upsert", "a", "z", np.zeros((1, 2, 3, 4, 5), np.float32), False) == 400
+    assert documents("upsert", "a", "x", make_stats(room).numpy(), False) == room  # in the place of the old ones
+    assert refusal(documents, "evict", "b", ["x"]) == 404
+    assert refusal(documents, "evict", "a", ["x", "y"]) == 404 and documents("info", "a")["blocks"] == room
+    documents("evict", "a", ["x"])
+
+
+def test_evicted_blocks_leave_the_shards(ray_local, documents):
+    documents("upsert", "a", "x", make_stats(40).numpy(), False)
+    documents("upsert", "a", "y", make_stats(15, seed=3).numpy(), False)
+    assert documents("top_k", "a", "x", make_query(1)[0].numpy(), 5, 0, None, False)["candidates"] == 40
+    assert sum(info["blocks"] for info in shards(ray_local, documents)) == 55
+    assert documents("evict", "a", ["x", "x"]) == (1, 40)
+    deadline_s = time.monotonic() + 20
+    while sum(info["blocks"] for info in shards(ray_local, documents)) != 15:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert documents("info", "a")["blocks"] == 15 and documents("info", "b")["blocks"] == 0
+
+
+def test_a_killed_shard_changes_no_answer(ray_local, documents):
+    stats, query = make_stats(60), make_query(1)[0]
+    documents("upsert", "a", "x", stats.numpy(), False)
+    expected = best_blocks(stats, query, 7)
+    os.kill(shards(ray_local, documents)[0]["pid"], signal.SIGKILL)
+    sources, deadline_s = [], time.monotonic() + 60
+    while not sources or sources[-1] != "exact" or len(sources) < 5:
+        found = documents("top_k", "a", "x", query.numpy(), 7, 0, None, False)
+        assert [layer[0] for layer in found["blocks"]] == expected and found["candidates"] == 60
+        sources.append(found["source"])
+        assert time.monotonic() < deadline_s, sources
+        time.sleep(0.05)
+
+
+def test_a_killed_owner_comes_back_empty(ray_local, documents):
+    from ray.exceptions import RayActorError
+
+    documents("upsert", "a", "x", make_stats(5).numpy(), False)
+    ray_local.kill(documents.actor, no_restart=False)
+    query, deadline_s = make_query(1)[0].numpy(), time.monotonic() + 60
+    while True:
+        try:
+            assert refusal(documents, "top_k", "a", "x", query, 3, 0, None, False) == 404
+            break
+        except RayActorError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+    assert documents("upsert", "a", "x", make_stats(5).numpy(), False) == 5
+    assert documents("top_k", "a", "x", query, 9, 0, None, False)["candidates"] == 5
