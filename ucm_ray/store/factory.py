@@ -95,4 +95,5 @@ class UcmConnectorFactory:
         pool = BufferPool(max_free_bytes=min(2**28, _bytes(config, "cache_capacity_bytes")),
                           pin_memory=bool(config.get("pin_memory", False)))
         context = StageContext(config, rank, world_size, pool)
-        return Pipeline([STAGES[name](context) for name in names], io_threads, namespace=config.get("namespace"))
+        return Pipeline([STAGES[name](context) for name in names], io_threads, namespace=config.get("namespace"),
+                        pool=pool)
