@@ -267,11 +267,22 @@ class RetrievalClient(Retriever):
     def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Waits until every shard holds this client's blocks. Raises TimeoutError naming those that do not."""
         end = time.monotonic() + timeout_s
-        while not (self._view.usable and not self._outbox and not self._grown):
+        while not self._all_written(end - time.monotonic()):
             if time.monotonic() > end:
                 raise TimeoutError(f"after {timeout_s} s: {self._why_unusable(self._view) or 'writes still wait'}")
             self._stale.set()
             time.sleep(0.01)
+
+    def _all_written(self, timeout_s: float) -> bool:
+        """Whether the shards hold everything published so far. Under the write lock: whoever has it may have taken
+        what was published and not have sent it yet."""
+        if not self._write_lock.acquire(timeout=max(0.0, timeout_s)):
+            return False
+        try:
+            return (self._view.usable and not self._outbox and not self._grown
+                    and not any(shard.writes_in_flight for shard in self._view.shards))
+        finally:
+            self._write_lock.release()
 
     def close(self) -> None:
         """Ends the client; its request lists on the shards are dropped."""
