@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from actors.store_follower import StoreFollower, pause_s
+from ucm_ray.store import Pipeline, UcmConnectorFactory
 from ucm_ray.store.base import ChunkMeta
+from ucm_ray.store.follower import StoreFollower, pause_s
 
 logger = logging.getLogger("ucm_ray.directory")
 
@@ -237,12 +238,14 @@ class ChunkDirectory:
                  delete_at: Callable[[str, str, list[str]], None] | None = None):
         self._table = ChunkTable(max_chunks)
         self._delete_at = delete_at
+        self._store: Pipeline | None = None
         self._follower: StoreFollower | None = None
         self._pin_file: Path | None = None
         self._started_s = time.time()
         if store_config is not None:
-            self._follower = StoreFollower(store_config)
-            self._pin_file = self._follower.root / ".store" / "directory_pins.json"
+            self._store = UcmConnectorFactory.open_files(store_config)
+            self._follower = StoreFollower(self._store.posix)
+            self._pin_file = self._store.posix.folders[0].root / ".store" / "directory_pins.json"
             self._apply_store()
             self._restore_pins()
             threading.Thread(target=self._follow, args=(refresh_s,), name="ucm-store-follower", daemon=True).start()
@@ -257,8 +260,8 @@ class ChunkDirectory:
     async def delete(self, namespace: str, keys: list[str]) -> int:
         """Delete chunks everywhere: the shared files now, every engine's copy when its subscriber hears of it."""
         pinned = any(self._table.is_pinned(namespace, key) for key in keys)
-        if self._follower is not None:
-            await asyncio.to_thread(self._follower.store.delete, namespace, keys)
+        if self._store is not None:
+            await asyncio.to_thread(self._store.delete, namespace, keys)
         elif self._delete_at is not None:
             by_node: dict[str, list[str]] = {}
             for key in keys:
@@ -276,9 +279,8 @@ class ChunkDirectory:
 
     async def pin(self, namespace: str, keys: list[str], pinned: bool = True) -> int:
         changed = self._table.pin(namespace, keys, pinned)
-        if changed and self._follower is not None:
-            store = self._follower.store
-            await asyncio.to_thread(store.pin if pinned else store.unpin, namespace, changed)
+        if changed and self._store is not None:
+            await asyncio.to_thread(self._store.pin if pinned else self._store.unpin, namespace, changed)
         if changed:
             self._save_pins()
         return len(changed)
@@ -371,7 +373,7 @@ class ChunkDirectory:
             logger.warning("%s: pins are lost: %s", self._pin_file, error)
             return
         for namespace, keys in pins.items():
-            self._follower.store.pin(namespace, self._table.pin(namespace, keys, True))
+            self._store.pin(namespace, self._table.pin(namespace, keys, True))
 
     def _save_pins(self) -> None:
         if self._pin_file is None:

@@ -23,9 +23,9 @@ from actors.chunk_directory import (
     connect_directory,
     directory_name,
 )
-from actors.store_follower import StoreFollower, pause_s
 from ucm_ray.store.base import ChunkMeta, StoredChunk
-from ucm_ray.store.factory import StageContext, register_stage, roots_and_capacity
+from ucm_ray.store.factory import StageContext, UcmConnectorFactory, register_stage, roots_and_capacity
+from ucm_ray.store.follower import StoreFollower, pause_s
 from ucm_ray.store.posix import PosixStage
 
 logger = logging.getLogger("ucm_ray.peers")
@@ -43,25 +43,23 @@ class ChunkSource:
 
     def __init__(self, store_config: dict[str, Any], node: str, directory: str, refresh_s: float = 0.25):
         self._node, self._directory_name = node, directory
-        self._follower = StoreFollower(store_config)
+        self._store = UcmConnectorFactory.open_files(store_config)
+        self._follower = StoreFollower(self._store.posix)
         self._held: dict[str, dict[str, DirectoryRecord]] = {}
         self._epoch = ""
-        self._report(self._directory())
+        self._report(connect_directory(directory))
         threading.Thread(target=self._follow, args=(refresh_s,), name="ucm-chunk-source", daemon=True).start()
 
     def fetch(self, namespace: str, key: str) -> tuple[ChunkMeta, np.ndarray] | None:
         """Meta and KV, bytes as uint8 [payload_bytes]; None if it is not here any more."""
-        chunk = self._follower.store.load(namespace, key)
+        chunk = self._store.load(namespace, key)
         if chunk is None:
             return None
         meta, kv = chunk
         return meta, kv.contiguous().view(-1).view(torch.uint8).numpy()
 
     def delete(self, namespace: str, keys: list[str]) -> int:
-        return self._follower.store.delete(namespace, keys)
-
-    def _directory(self) -> Any:
-        return connect_directory(self._directory_name)
+        return self._store.delete(namespace, keys)
 
     def _follow(self, refresh_s: float) -> None:
         took_s = 0.0
@@ -69,7 +67,7 @@ class ChunkSource:
             time.sleep(pause_s(refresh_s, took_s))
             begun_s = time.monotonic()
             try:
-                self._report(self._directory())
+                self._report(connect_directory(self._directory_name))
             except Exception as error:  # the directory restarts by itself; it is told everything then
                 logger.info("the chunk directory is not told (%s), trying again", type(error).__name__)
                 self._epoch = ""
@@ -115,12 +113,17 @@ def start_source(store_config: dict[str, Any], node: str, refresh_s: float = 0.2
     ).remote(store_config, node, directory, refresh_s)
 
 
-def delete_at_source(directory: str, node: str, namespace: str, keys: list[str]) -> None:
-    """Ask a node to delete chunks; does not wait. A node that is gone has lost them anyway."""
+def find_source(directory: str, node: str) -> Any:
+    """The handle of a node's source. Raises ValueError if there is none."""
     import ray
 
+    return ray.get_actor(source_name(directory, node), namespace=RAY_NAMESPACE)
+
+
+def delete_at_source(directory: str, node: str, namespace: str, keys: list[str]) -> None:
+    """Ask a node to delete chunks; does not wait. A node that is gone has lost them anyway."""
     try:
-        ray.get_actor(source_name(directory, node), namespace=RAY_NAMESPACE).delete.remote(namespace, keys)
+        find_source(directory, node).delete.remote(namespace, keys)
     except ValueError:
         logger.info("node %s is gone, %d chunks are not deleted there", node, len(keys))
 
@@ -200,7 +203,7 @@ class PeerStage(PosixStage):
             for node in owners:
                 if not node or node == here:
                     continue
-                source = ray.get_actor(source_name(self._directory_name, node), namespace=RAY_NAMESPACE)
+                source = find_source(self._directory_name, node)
                 found = ray.get(source.fetch.remote(namespace, key), timeout=_FETCH_TIMEOUT_S)
                 if found is not None and self._is_ours(found[0], namespace, key):
                     return found[0], _tensor(*found)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from actors.retrieval_shard import shard_actor
+from ucm_ray.retrieval.bell import Bell
 from ucm_ray.retrieval.client import Membership, PoolLink, RetrievalError, ShardLink
 
 logger = logging.getLogger(__name__)
@@ -331,6 +332,23 @@ class RayShardLink(ShardLink):
         self.shard_id = shard_id
         self._handle = handle
         self._methods: dict[tuple[str, int], Any] = {}
+        self._bell: Bell | None = None
+
+    def hang_bell(self, timeout_s):
+        self.close()
+        bell, taken = Bell(), False
+        try:
+            taken = self.wait("serve_bell", (bell.invitation,), timeout_s)
+        finally:
+            bell.accepted(taken)
+        self._bell = bell
+
+    def ring(self, args, done):
+        return self._bell is not None and self._bell.ring(tuple(args), done)
+
+    def close(self):
+        if self._bell is not None:
+            self._bell.close()
 
     def call(self, method, args, num_returns, done):
         try:

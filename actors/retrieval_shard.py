@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ucm_ray.retrieval import kernels, lane, wire
+from ucm_ray.retrieval import bell, kernels, lane, wire
 from ucm_ray.retrieval.bank import BlockBank
 from ucm_ray.retrieval.packed import Geometry, PackedAnswer, PackedQuery, Source
 from ucm_ray.retrieval.scorers import CpuScorer
 
 CONCURRENCY_GROUPS = {"data": 1, "control": 2}
-_DATA_METHODS = ("write", "answer", "missing", "forget", "evict", "join_lane", "leave_lane")
+_DATA_METHODS = ("write", "answer", "missing", "forget", "evict", "join_lane", "leave_lane", "serve_bell")
 _CONTROL_METHODS = ("info", "warm_up")
 _RECENT_QUERIES = 256
 _MAX_LANES = 64
@@ -114,6 +114,10 @@ class RetrievalShard:
     def leave_lane(self, lane_id: str) -> None:
         """Lets go of a client's memory."""
         self._lanes.pop(lane_id, None)
+
+    def serve_bell(self, invitation: tuple[str, str]) -> bool:
+        """Answers a client's queries through its pipes as well, if this process can open them."""
+        return bell.serve(invitation, self.answer)
 
     def missing(self, keys: Sequence[str]) -> tuple[str, list[str]]:
         """Epoch, and those of `keys` this shard does not hold."""

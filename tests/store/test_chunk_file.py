@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import pickle
 from pathlib import Path
@@ -93,6 +95,35 @@ def test_a_truncated_file_is_found_and_removed(tmp_path, share):
     os.truncate(path, int(share * path.stat().st_size))
     assert stage.load(NAMESPACE, key(0)) is None
     assert stage.counters["truncated"] == 1 and not path.exists()
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("num_tokens", [1, 43, 128, 1001])
+def test_any_size_in_any_memory_reads_back(tmp_path, num_tokens, offset):
+    """Whole pages may go past the page cache, the rest and memory of odd alignment may not."""
+    meta, kv = make_chunk(num_tokens=num_tokens)
+    memory, _ = BufferPool(2**20).tensor((kv.numel() + offset,), kv.dtype)
+    source = memory[offset:].view(kv.shape)
+    source.copy_(kv)
+    size = write_chunk(str(tmp_path / "x.kv"), meta, source)
+    assert size == (tmp_path / "x.kv").stat().st_size
+    assert torch.equal(read(tmp_path / "x.kv")[1], kv)
+
+
+def test_a_file_system_that_knows_only_its_page_cache_will_do(tmp_path, monkeypatch):
+    meta, kv = make_chunk(num_tokens=128)
+    refused = []
+
+    def refuse(handle, command, value=0):
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            refused.append(value)
+            raise OSError(errno.EINVAL, "no")
+        return real(handle, command, value)
+
+    real = fcntl.fcntl
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    write_chunk(str(tmp_path / "x.kv"), meta, kv)
+    assert refused and torch.equal(read(tmp_path / "x.kv")[1], kv)
 
 
 def test_a_longer_file_is_refused(stage):

@@ -112,6 +112,36 @@ def test_saving_in_the_background_is_bounded_and_refuses_at_once(tmp_path, monke
     pipeline.close()
 
 
+def test_what_is_given_to_the_background_is_kept_in_host_memory_without_a_copy(pipeline):
+    meta, kv = make_chunk(3)
+    given = pipeline.buffer(meta)
+    given.copy_(kv)
+    assert pipeline.save_async(meta, given).result(30)
+    assert pipeline.cache.load(NAMESPACE, meta.key)[1].data_ptr() == given.data_ptr()
+    again = reopened(pipeline)
+    assert torch.equal(again.load(NAMESPACE, meta.key)[1], kv)
+    again.close()
+
+
+def test_kv_of_another_shape_than_its_meta_is_kept_nowhere(pipeline):
+    meta, kv = make_chunk(3)
+    assert not pipeline.save_async(meta, kv[:, :, 1:].contiguous()).result(30)
+    assert pipeline.load(NAMESPACE, meta.key) is None
+
+
+def test_memory_is_ready_before_the_next_chunk_asks_for_it(pipeline):
+    meta, kv = make_chunk(3)
+    pool = pipeline.cache.pool
+    assert not pool.free_bytes
+    assert pipeline.save_async(meta, kv).result(30)
+    ready = pool.free_bytes
+    assert ready >= 2 * meta.payload_bytes
+    buffer = pipeline.buffer(meta)
+    assert pool.free_bytes < ready
+    del buffer
+    assert pool.free_bytes == ready
+
+
 def test_background_writing_runs_at_the_lowest_priority(pipeline):
     assert pipeline._writer.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(10) == 19
     assert os.getpriority(os.PRIO_PROCESS, 0) < 19

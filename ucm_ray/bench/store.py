@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -155,44 +154,51 @@ def _read_all(pool: ThreadPoolExecutor, threads: int, places: list[tuple[str, me
 
 
 class _Saver:
-    """A thread that hands chunks to the store as fast as the engine could have computed them."""
+    """Saves chunks out of the engine's paged cache as the connector does, as fast as the engine could compute them."""
 
-    def __init__(self, store, chunk_tokens: int, tokens_per_s: float) -> None:
+    def __init__(self, llm, store, chunk_tokens: int, tokens_per_s: float) -> None:
+        import numpy as np
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention import Attention
+
+        from ucm_ray.integration.vllm.paged_kv import paged_kv_for
+        from ucm_ray.integration.vllm.placement import Placer
+
         self.saved = 0
-        self._store, self._interval_s = store, chunk_tokens / tokens_per_s
-        self._kv, self._chunk_tokens = _kv(chunk_tokens), chunk_tokens
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._round = 0
+        self._store, self._interval_s, self._chunk_tokens = store, chunk_tokens / tokens_per_s, chunk_tokens
+        paged = paged_kv_for(get_layers_from_vllm_config(llm.llm_engine.vllm_config, Attention))
+        self._placer = Placer(paged, None)
+        self._blocks, self._block_size = np.arange(paged.num_blocks), paged.block_size
+        self._metas = _metas(2**31, chunk_tokens, "f1" * 12)
+        self._due_s = 0.0
 
     def __enter__(self) -> _Saver:
-        self._round += 1
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._due_s = time.perf_counter()
         return self
 
-    def _run(self) -> None:
-        metas = _metas(2**31, self._chunk_tokens, f"{self._round:024x}")
-        due_s = time.perf_counter()
-        while not self._stop.wait(max(0.0, due_s - time.perf_counter())):
-            # the same tensor again: copying it out of the paged cache is the connector's work, not the store's
-            self._store.save_async(next(metas), self._kv).add_done_callback(self._count)
-            due_s += self._interval_s
+    def after_step(self) -> None:
+        """Copy out what has become due, on the engine's thread; the rest is the store's threads'."""
+        while time.perf_counter() >= self._due_s:
+            self._due_s += self._interval_s
+            meta = next(self._metas)
+            # some blocks or other, on from those of the chunk before
+            start = int(meta.key[:8], 16) * self._chunk_tokens % (len(self._blocks) // 2 * self._block_size)
+            kv = self._store.buffer(meta)
+            self._placer.copy_out(self._blocks, start, kv)
+            self._store.save_async(meta, kv).add_done_callback(self._count)
 
     def _count(self, future) -> None:
         self.saved += bool(future.result())
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
         self._store.flush()
 
 
 def _measure_decoding(root: Path, chunk_tokens: int, rounds: int, decode_tokens: int) -> dict[str, float]:
     """TPOT of a real engine with and without saving, in turn, in one process: the saving threads share its Python.
 
-    Chunks are saved at the rate at which this engine prefills: no engine can have more to save.
+    A step with saving includes what the connector does on the engine's thread. Chunks are saved at the rate at which
+    this engine prefills: no engine can have more to save.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -207,13 +213,16 @@ def _measure_decoding(root: Path, chunk_tokens: int, rounds: int, decode_tokens:
     store = UcmConnectorFactory.create_connector({"storage_backends": str(root)}, rank=0)
     _decode(llm, 8)
     tokens_per_s = _prefill_rate(llm)
-    saver = _Saver(store, chunk_tokens, tokens_per_s)
+    saver = _Saver(llm, store, chunk_tokens, tokens_per_s)
     quiet, saving = [], []
     for index in range(rounds):
         # first one, then the other goes first: a machine that gets slower meanwhile favours neither
         for with_saving in (index % 2 == 0, index % 2 == 1):
-            with saver if with_saving else nullcontext():
-                (saving if with_saving else quiet).append(_decode(llm, decode_tokens))
+            if with_saving:
+                with saver:
+                    saving.append(_decode(llm, decode_tokens, saver.after_step))
+            else:
+                quiet.append(_decode(llm, decode_tokens))
     store.close()
     del llm
     return {
@@ -241,7 +250,7 @@ def _prefill_rate(llm) -> float:
     return 1500 / min(seconds)
 
 
-def _decode(llm, decode_tokens: int) -> float:
+def _decode(llm, decode_tokens: int, after_step: Callable[[], None] | None = None) -> float:
     """Seconds per token of requests that decode together, from the first token of the last one on."""
     from vllm import SamplingParams
 
@@ -253,6 +262,8 @@ def _decode(llm, decode_tokens: int) -> float:
     while engine.has_unfinished_requests():
         start = time.perf_counter()
         outputs = engine.step()
+        if after_step is not None:
+            after_step()
         if len(outputs) == DECODING_REQUESTS and min(len(output.outputs[0].token_ids) for output in outputs) > 1:
             steps.append(time.perf_counter() - start)
     return sum(steps) / len(steps)

@@ -50,6 +50,20 @@ class ShardLink(ABC):
     def wait(self, method: str, args: Sequence, timeout_s: float):
         """Calls a method and waits for its result. Raises on failure or timeout."""
 
+    def hang_bell(self, timeout_s: float) -> None:
+        """Sets up `ring` if the shard is on this machine, anew if it was set up before. Raises on failure or timeout.
+        """
+        return None
+
+    def ring(self, args: Sequence, done: Callable[[list | Exception], None]) -> bool:
+        """As `call` of "answer" with one result, but faster, and it may overtake what was called before. False, and
+        nothing is called, where that does not work."""
+        return False
+
+    def close(self) -> None:
+        """`ring` no more."""
+        return None
+
 
 class Membership(NamedTuple):
     """Which shards form the pool. A larger version replaces a smaller one."""
@@ -243,7 +257,10 @@ class RetrievalClient(Retriever):
         pending.answer_offsets = [slot + query_bytes + answer_bytes * index for index in range(len(view.shards))]
         for index, shard in enumerate(view.shards):
             header = header._replace(answer_offset=pending.answer_offsets[index])
-            shard.link.call("answer", (header,), 1, _receiver(self._receive, pending, index))
+            receiver = _receiver(self._receive, pending, index)
+            # a query must not overtake the blocks it asks about
+            if shard.writes_in_flight or not shard.link.ring((header,), receiver):
+                shard.link.call("answer", (header,), 1, receiver)
         return True
 
     def forget(self, request_ids: Sequence[str]) -> None:
@@ -277,11 +294,22 @@ class RetrievalClient(Retriever):
     def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Waits until every shard holds this client's blocks. Raises TimeoutError naming those that do not."""
         end = time.monotonic() + timeout_s
-        while not (self._view.usable and not self._outbox and not self._grown):
+        while not self._all_written(end - time.monotonic()):
             if time.monotonic() > end:
                 raise TimeoutError(f"after {timeout_s} s: {self._why_unusable(self._view) or 'writes still wait'}")
             self._stale.set()
             time.sleep(0.01)
+
+    def _all_written(self, timeout_s: float) -> bool:
+        """Whether the shards hold everything published so far. Under the write lock: whoever has it may have taken
+        what was published and not have sent it yet."""
+        if not self._write_lock.acquire(timeout=max(0.0, timeout_s)):
+            return False
+        try:
+            return (self._view.usable and not self._outbox and not self._grown
+                    and not any(shard.writes_in_flight for shard in self._view.shards))
+        finally:
+            self._write_lock.release()
 
     def close(self) -> None:
         """Ends the client; its request lists on the shards are dropped."""
@@ -295,6 +323,7 @@ class RetrievalClient(Retriever):
         if self._lane is not None:
             for shard in self._view.shards:
                 shard.link.call("leave_lane", (self._lane.lane_id,), 1, _ignore)
+                shard.link.close()
             self._lane.close()
 
     # What is published goes to the owner's copy at once, and to the shards by whoever holds the write lock.
@@ -413,7 +442,7 @@ class RetrievalClient(Retriever):
                 self._deadlines.add(time.monotonic(), lambda: self._fall_back(pending, why))
                 return
         parts = [self._part(pending, index) for index in range(len(headers))]
-        answer = wire.merge(pending.query, parts, candidates)
+        answer = wire.merge(pending.query, parts, candidates, self._threads)
         if incomplete.any():
             self._deadlines.add(time.monotonic(), lambda: self._fall_back(pending, why, answer, incomplete))
             return
@@ -569,7 +598,10 @@ class RetrievalClient(Retriever):
 
     def _share_lane(self, shard: _Shard) -> bool:
         """Whether the shard could join our lane: it is on this machine and may open our memory."""
-        return self._lane is not None and shard.link.wait("join_lane", self._lane.invitation, 5.0)
+        shared = self._lane is not None and shard.link.wait("join_lane", self._lane.invitation, 5.0)
+        if shared:
+            shard.link.hang_bell(5.0)
+        return shared
 
     def _read(self, keys: Sequence[str]) -> tuple[list[str], torch.Tensor]:
         """Records from the owner's copy, and from `load_block_repr` for blocks it no longer holds."""
@@ -599,6 +631,8 @@ class RetrievalClient(Retriever):
         except Exception as error:
             logger.info("cannot move to membership %d yet: %s", membership.version, _first_line(error))
             return
+        for shard in old.shards:
+            shard.link.close()
         self.counters["moves"] += 1
         self._pool.adopted(self.client_id, new.version)
         # Queries asked under the old names may still be on their way; they are done once their deadline is over.

@@ -6,6 +6,7 @@ through the object store, which cost more than scoring. So arrays travel as byte
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from ucm_ray.retrieval.packed import PackedAnswer, PackedQuery, Source
 
 PIECE_BYTES = 96 * 1024
 MAX_PIECES = 64
+_MERGED_ALONE = 2 ** 14  # candidates that are merged sooner than a second thread wakes up
 
 
 class QueryHeader(NamedTuple):
@@ -69,17 +71,21 @@ def lane_answer_bytes(query: PackedQuery, longest: int) -> int:
 
 def answer_into_lane(answer: PackedAnswer, epoch: str, memory: np.ndarray, offset: int) -> list:
     """`[AnswerHeader]`, with scores and blocks written to the lane; columns no request fills are left out."""
-    used = int((answer.blocks >= 0).sum(-1).max()) if answer.blocks.size else 0
-    blocks, scores = answer.blocks[..., :used], answer.scores[..., :used]
+    blocks, scores = _filled(answer)
     lane.array_at(memory, offset, scores.shape, np.float32)[:] = scores
     lane.array_at(memory, offset + 4 * scores.size, blocks.shape, np.int32)[:] = blocks
     return [AnswerHeader(epoch, answer.candidates, blocks.shape, "lane")]
 
 
+def _filled(answer: PackedAnswer) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks and scores without the columns that no request fills: a request fills as many as it has candidates."""
+    used = min(answer.blocks.shape[-1], int(answer.candidates.max(initial=0)))
+    return answer.blocks[..., :used], answer.scores[..., :used]
+
+
 def encode_answer(answer: PackedAnswer, epoch: str, num_pieces: int) -> list:
     """`[AnswerHeader, piece, ...]`; columns no request fills are left out."""
-    used = int((answer.blocks >= 0).sum(-1).max()) if answer.blocks.size else 0
-    blocks, scores = answer.blocks[..., :used], answer.scores[..., :used]
+    blocks, scores = _filled(answer)
     dtype = "uint16" if not blocks.size or blocks.max() < 2 ** 16 - 1 else "int32"
     # -1 becomes 65535 in uint16, and comes back as -1.
     data = np.ascontiguousarray(scores).tobytes() + blocks.astype(dtype).tobytes()
@@ -112,8 +118,12 @@ def decode_query(header: QueryHeader, pieces: Sequence[bytes]) -> PackedQuery:
     return PackedQuery(header.request_ids, features, header.k, header.start, header.stop, header.per_head)
 
 
-def merge(query: PackedQuery, parts: Sequence[tuple[np.ndarray, np.ndarray]], candidates: np.ndarray) -> PackedAnswer:
-    """The answer over all shards' blocks out of each shard's own best: exactly what one shard with all would say."""
+def merge(query: PackedQuery, parts: Sequence[tuple[np.ndarray, np.ndarray]], candidates: np.ndarray,
+          helper: Executor | None = None) -> PackedAnswer:
+    """The answer over all shards' blocks out of each shard's own best: exactly what one shard with all would say.
+
+    A `helper` with a thread to spare does half of it: the shards have just finished, so processors are idle.
+    """
     answer = PackedAnswer.empty(query, Source.EXACT)
     answer.candidates[:] = candidates
     num_requests, num_layers, groups, max_k = answer.blocks.shape
@@ -126,6 +136,23 @@ def merge(query: PackedQuery, parts: Sequence[tuple[np.ndarray, np.ndarray]], ca
     for index, (blocks, scores) in enumerate(parts):
         part_blocks[index, :, :blocks.shape[-1]] = blocks.reshape(rows, -1)
         part_scores[index, :, :blocks.shape[-1]] = scores.reshape(rows, -1)
-    merge_rows(part_blocks, part_scores, np.repeat(query.k, num_layers * groups), int(part_blocks.max()) + 1, 0, rows,
-               answer.blocks.reshape(rows, max_k), answer.scores.reshape(rows, max_k))
+    k, num_positions = np.repeat(query.k, num_layers * groups), int(part_blocks.max()) + 1
+    out_blocks, out_scores = answer.blocks.reshape(rows, max_k), answer.scores.reshape(rows, max_k)
+
+    def work(begin: int, end: int) -> None:
+        merge_rows(part_blocks, part_scores, k, num_positions, begin, end, out_blocks, out_scores)
+
+    if helper is None or part_blocks.size < _MERGED_ALONE:
+        work(0, rows)
+        return answer
+    try:
+        helped = helper.submit(work, rows // 2, rows)
+    except RuntimeError:  # it has been shut down; an answer on its way is merged all the same
+        work(0, rows)
+        return answer
+    work(0, rows // 2)
+    if helped.cancel():  # it had not begun: no thread was to spare
+        work(rows // 2, rows)
+    else:
+        helped.result()
     return answer

@@ -50,7 +50,7 @@ class BufferPool:
         """
         carrier = _CARRIERS[dtype]
         num_bytes = math.prod(shape) * dtype.itemsize
-        size = -(-(num_bytes + _SKEW_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES
+        size = self._size(num_bytes)
         with self._lock:
             same_size = self._free[size]
             buffer = same_size.pop() if same_size else None
@@ -64,6 +64,24 @@ class BufferPool:
         self._leases[id(reference)] = reference
         tensor = torch.from_numpy(lease)
         return tensor.view(dtype) if tensor.dtype != dtype else tensor, buffer.data[_SKEW_BYTES:_SKEW_BYTES + num_bytes]
+
+    def prepare(self, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
+        """See to it that the next `count` tensors of this kind find memory that has been paid for: a first touch costs
+        as much as several copies, and the caller of this has the time."""
+        size = self._size(math.prod(shape) * dtype.itemsize)
+        while True:
+            with self._lock:
+                if len(self._free[size]) >= count or self.free_bytes + size > self.max_free_bytes:
+                    return
+            buffer = self._allocate(size)
+            buffer[::mmap.PAGESIZE] = 0
+            with self._lock:
+                self.free_bytes += size
+                self._free[size].append(buffer)
+
+    @staticmethod
+    def _size(num_bytes: int) -> int:
+        return -(-(num_bytes + _SKEW_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES
 
     def _allocate(self, size: int) -> np.ndarray:
         if self.pin_memory:

@@ -65,6 +65,8 @@ class CacheStage(KVStage):
 
     def adopt(self, meta: ChunkMeta, kv: torch.Tensor) -> bool:
         """Keep this very tensor, which nobody will write to any more. False if it does not fit."""
+        if tuple(kv.shape) != meta.shape or kv.dtype != meta.torch_dtype:
+            return False
         entry = _Entry(meta, kv)
         with self._lock:
             self._drop((meta.namespace, meta.key))

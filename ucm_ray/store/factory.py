@@ -95,4 +95,12 @@ class UcmConnectorFactory:
         pool = BufferPool(max_free_bytes=min(2**28, _bytes(config, "cache_capacity_bytes")),
                           pin_memory=bool(config.get("pin_memory", False)))
         context = StageContext(config, rank, world_size, pool)
-        return Pipeline([STAGES[name](context) for name in names], io_threads, namespace=config.get("namespace"))
+        return Pipeline([STAGES[name](context) for name in names], io_threads, namespace=config.get("namespace"),
+                        pool=pool)
+
+    @staticmethod
+    def open_files(store_config: Mapping[str, Any]) -> Pipeline:
+        """The files alone, as rank 0 of `store_config["world_size"]` (default 1) sees them, with no host memory of
+        their own: to look at headers, hand chunks out and delete."""
+        return UcmConnectorFactory.create_connector({**store_config, "store_pipeline": "Posix"}, 0,
+                                                    int(store_config.get("world_size", 1)))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ucm_ray.store.base import ChunkMeta, KVStage, StoredChunk
+from ucm_ray.store.buffers import BufferPool
 from ucm_ray.store.cache import CacheStage
 from ucm_ray.store.layers import LayerReader
 from ucm_ray.store.posix import PosixStage
@@ -22,6 +23,7 @@ logger = logging.getLogger("ucm_ray.store")
 
 _CLOSE_TIMEOUT_S = 30.0
 _WRITERS = 2
+_BUFFERS_READY = 4  # for the chunks of the engine's next step
 
 
 class Pipeline(KVStage):
@@ -34,8 +36,9 @@ class Pipeline(KVStage):
     name = "Pipeline"
 
     def __init__(self, stages: Sequence[KVStage], io_threads: int = 4, save_queue_bytes: int = 256 * 2**20,
-                 namespace: str | None = None) -> None:
+                 namespace: str | None = None, pool: BufferPool | None = None) -> None:
         super().__init__()
+        self._pool = pool or BufferPool(save_queue_bytes)
         self.stages = list(stages)
         self.namespace = namespace
         self.io_threads = io_threads
@@ -216,16 +219,31 @@ class Pipeline(KVStage):
 
     def save(self, meta: ChunkMeta, kv: torch.Tensor) -> bool:
         """Save in all stages; the last one's answer counts. Returns when the file is on the disk."""
+        return self._save(meta, kv, lambda stage: stage.save(meta, kv))
+
+    def _save_given(self, meta: ChunkMeta, kv: torch.Tensor) -> bool:
+        """`save` of a tensor that is the store's own: host memory keeps it instead of a copy."""
+        kv = kv.contiguous()
+        saved = self._save(
+            meta, kv, lambda stage: stage.adopt(meta, kv) if isinstance(stage, CacheStage) else stage.save(meta, kv))
+        self._pool.prepare(meta.shape, meta.torch_dtype, _BUFFERS_READY)
+        return saved
+
+    def _save(self, meta: ChunkMeta, kv: torch.Tensor, save_in_front: Callable[[KVStage], bool]) -> bool:
         if self.stages[-1].holds(meta):
             # the copy that is there stays in front as well: stages must not differ in the source of a chunk
             self.counters.add("duplicates")
             return True
         for stage in self.stages[:-1]:
-            stage.save(meta, kv)
+            save_in_front(stage)
         return self.stages[-1].save(meta, kv)
 
+    def buffer(self, meta: ChunkMeta) -> torch.Tensor:
+        """Host memory for the KV of a chunk, content undefined: to be filled and given to `save_async`."""
+        return self._pool.tensor(meta.shape, meta.torch_dtype)[0]
+
     def save_async(self, meta: ChunkMeta, kv: torch.Tensor) -> Future[bool]:
-        """Save at the lowest priority. `kv` must not be written to before the future is done.
+        """Save at the lowest priority. `kv` is the store's from now on: whoever still has it only reads it.
 
         If more than `save_queue_bytes` are waiting the chunk is refused, False at once: saving never holds up anybody.
         """
@@ -237,7 +255,7 @@ class Pipeline(KVStage):
                 return refused
             self._queued += 1
             self._queued_bytes += meta.payload_bytes
-        future = self._writer.submit(self.save, meta, kv)
+        future = self._writer.submit(self._save_given, meta, kv)
         future.add_done_callback(lambda _: self._saved(meta.payload_bytes))
         return future
 

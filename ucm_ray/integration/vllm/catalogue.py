@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from ucm_ray.blend.chunk import ChunkRecord
 from ucm_ray.blend.index import ChunkIndex
 from ucm_ray.store.base import ChunkMeta
+from ucm_ray.store.follower import StoreFollower
 from ucm_ray.store.posix import PosixStage
 
 logger = logging.getLogger("ucm_ray.blend")
 
 MAX_NAMESPACES = 256
-BATCH = 4096
 
 
 class ChunkCatalogue:
@@ -30,8 +28,7 @@ class ChunkCatalogue:
     def __init__(self, posix: PosixStage | None, refresh_s: float, anchor_tokens: int = 16) -> None:
         self._posix, self._refresh_s, self._anchor_tokens = posix, refresh_s, anchor_tokens
         self._indexes: OrderedDict[str, ChunkIndex] = OrderedDict()
-        self._shelves: dict[tuple[str, str], int] = {}  # namespace, folder -> modification time when last read
-        self._on_disk: dict[tuple[str, str], set[str]] = {}
+        self._follower = StoreFollower(posix) if posix is not None else None
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._generation = 0  # goes up when everything is forgotten: what was being read then is void
@@ -60,9 +57,8 @@ class ChunkCatalogue:
 
     def _forget(self, namespace: str) -> None:
         del self._indexes[namespace]
-        for table in (self._shelves, self._on_disk):
-            for key in [key for key in table if key[0] == namespace]:
-                del table[key]
+        if self._follower is not None:
+            self._follower.forget(namespace)
 
     def add(self, metas: Iterable[ChunkMeta]) -> None:
         by_namespace: dict[str, list[ChunkRecord]] = {}
@@ -97,8 +93,8 @@ class ChunkCatalogue:
                 clear_store()
             for index in self._indexes.values():
                 index.clear()
-            self._shelves.clear()
-            self._on_disk.clear()
+            if self._follower is not None:
+                self._follower.forget()
 
     def close(self) -> None:
         self._closed = True
@@ -121,63 +117,16 @@ class ChunkCatalogue:
             self._wake.clear()
 
     def _read(self, namespace: str, index: ChunkIndex) -> None:
-        """Read headers of files in folders that changed since; names alone tell what is new and what is gone."""
         generation = self._generation
-        for folder in self._posix.folders:
-            base = folder.root / namespace
-            for shelf in _subfolders(base):
-                key = (namespace, shelf)
-                modified = _modified_ns(shelf)
-                # a folder changed within the clock's resolution is read once more
-                if modified is None or (self._shelves.get(key) == modified and time.time_ns() - modified > 2_000_000_000):
-                    continue
-                suffix = f".{self._posix.rank}of{self._posix.world_size}.kv"
-                names = {name[: -len(suffix)] for name in _names(shelf) if name.endswith(suffix)}
-                before = self._on_disk.get(key, set())
-                if not (self._add_new(namespace, index, names - before, generation)
-                        and self._update(index, remove=before - names, generation=generation)):
-                    return
-                self._on_disk[key], self._shelves[key] = names, modified
+        for change in self._follower.changes_of(namespace, index.__contains__):
+            records = [record_of(meta) for meta in change.added]
+            if not self._update(index, add=records, remove=change.removed, generation=generation):
+                return
         elsewhere = getattr(self._posix, "elsewhere", None)
         if elsewhere is not None:  # folders of other nodes, of which the chunk directory tells
             records, gone = elsewhere(namespace)
-            index.remove([name for name in gone if name in index])
-            index.add([ChunkRecord(*record[:5]) for record in records if record.key not in index])
-
-    def _add_new(self, namespace: str, index: ChunkIndex, names: set[str], generation: int) -> bool:
-        batch: list[ChunkRecord] = []
-        for name in sorted(names):
-            if name in index:
-                continue
-            header = self._posix.load_header(namespace, name)
-            if header is not None:
-                batch.append(record_of(header.meta))
-            if len(batch) == BATCH:
-                self._update(index, add=batch, generation=generation)
-                batch = []
-        return self._update(index, add=batch, generation=generation)
+            self._update(index, add=[ChunkRecord(*record[:5]) for record in records], remove=gone)
 
 
 def record_of(meta: ChunkMeta) -> ChunkRecord:
     return ChunkRecord(meta.key, meta.token_ids, meta.source_id, meta.source_position, meta.context_key)
-
-
-def _subfolders(base) -> list[str]:
-    try:
-        return [entry.path for entry in os.scandir(base) if entry.is_dir()]
-    except OSError:
-        return []
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def _modified_ns(folder: str) -> int | None:
-    try:
-        return os.stat(folder).st_mtime_ns
-    except OSError:
-        return None

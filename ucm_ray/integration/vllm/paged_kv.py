@@ -10,7 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 import torch
+from numba import njit
 from vllm import _custom_ops as ops
 
 
@@ -32,6 +34,13 @@ class PagedKV(ABC):
     @abstractmethod
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values at `slots`, copied."""
+
+    def copy_out(self, slots: torch.Tensor, out: torch.Tensor) -> None:
+        """Keys and values of all layers at `slots` (on the host) into host memory `[num_layers, 2, num_tokens,
+        num_kv_heads, head_dim]`."""
+        slots = slots.to(self.device)
+        for layer in range(len(self.names)):
+            out[layer, 0], out[layer, 1] = self.read(layer, slots)
 
     @abstractmethod
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -59,6 +68,9 @@ class CpuPagedKV(PagedKV):
         self._transposed_keys = torch.equal(
             self._key_order, torch.arange(size).view(self.head_dim, self.block_size).T)
         self._plain_values = torch.equal(self._value_order, grid)
+        # compiled now rather than in a step
+        self.copy_out(torch.zeros(0, dtype=torch.int64),
+                      torch.empty(len(layers), 2, 0, self.num_kv_heads, self.head_dim, dtype=self.dtype))
 
     @property
     def is_transposed(self) -> bool:
@@ -74,11 +86,20 @@ class CpuPagedKV(PagedKV):
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.halves(layer)
         block, offset = slots // self.block_size, slots % self.block_size
-        return self._gather(keys, block, self._key_order[offset]), self._gather(values, block, self._value_order[offset])
+        return (self._gather(keys, block, self._key_order[offset]),
+                self._gather(values, block, self._value_order[offset]))
 
     def _gather(self, half: torch.Tensor, block: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         heads = torch.arange(self.num_kv_heads)
         return half[block[:, None, None], heads[None, :, None], order[:, None, :]]
+
+    def copy_out(self, slots: torch.Tensor, out: torch.Tensor) -> None:
+        blocks, offsets = np.divmod(slots.numpy(), self.block_size)
+        key_order, value_order = self._key_order.numpy(), self._value_order.numpy()
+        shape = (self.num_blocks, self.num_kv_heads, 2, self.block_size * self.head_dim)
+        for layer, name in enumerate(self.names):
+            gather_tokens(bits(self.layers[name].kv_cache.view(shape)), blocks, offsets, key_order, value_order,
+                          bits(out[layer]))
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         cache = self.layers[self.names[layer]].kv_cache
@@ -97,7 +118,31 @@ class CpuPagedKV(PagedKV):
         return blocks.permute(1, 2, 0, 3).reshape(self.num_kv_heads, self.head_dim, -1)
 
 
-def learn_block_order(isa: str, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's numbers as integers of their size: a copy needs no more, and numpy has no bfloat16."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()
+
+
+@njit(nogil=True, cache=True)
+def gather_tokens(cache, blocks, offsets, key_order, value_order, out):
+    """Copy tokens of one layer out of its blocks, on the calling thread alone: torch's gather costs several times as
+    much for the few tokens of a chunk, and wakes its team of threads between the engine's steps.
+
+    `cache` `[num_blocks, num_kv_heads, 2, block_size * head_dim]`, `blocks` and `offsets` int64 `[num_tokens]`, orders
+    int64 `[block_size, head_dim]` as of `learn_block_order`, `out` `[2, num_tokens, num_kv_heads, head_dim]`.
+    """
+    num_heads, head_dim = out.shape[2], out.shape[3]
+    for half in range(2):
+        order = key_order if half == 0 else value_order
+        for token in range(len(blocks)):
+            block, offset = blocks[token], offsets[token]
+            for head in range(num_heads):
+                for dim in range(head_dim):
+                    out[half, token, head, dim] = cache[block, head, half, order[offset, dim]]
+
+
+def learn_block_order(isa: str, block_size: int, head_dim: int,
+                      dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Where vLLM's writer for `isa` puts element (token, dim) inside a block's key half and value half.
 
     Returns two int64 tensors `[block_size, head_dim]` of offsets. Numbers are written in two digits of base 128, which

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
 from ucm_ray.blend.position import PositionCorrector
 from ucm_ray.integration.vllm.blend_task import BlendTask, Piece
 from ucm_ray.integration.vllm.paged_kv import PagedKV
-from ucm_ray.store.base import ChunkMeta
 
 
 class Placer:
@@ -34,20 +31,15 @@ class Placer:
         if task.reused_keys is not None:
             task.reused_keys[at] = keys[task.policy.check_layer].float().cpu()
 
-    def copy_out(self, block_ids: np.ndarray, chunks: list[tuple[int, ChunkMeta]], rank: int, world_size: int):
-        """Yield `(meta of this rank, kv)` for chunks at the given positions of a sequence."""
-        positions = np.concatenate([np.arange(start, start + meta.num_tokens) for start, meta in chunks])
-        slots = slots_of(block_ids, positions, self.paged.block_size).to(self.paged.device)
+    def copy_out(self, block_ids: np.ndarray, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, host memory `[num_layers, 2, num_tokens, num_kv_heads, head_dim]`, with the KV of a sequence's
+        tokens from position `start` on. Raises ValueError for a shape that is not this cache's."""
         paged = self.paged
-        kv = torch.empty(len(paged.names), 2, len(positions), paged.num_kv_heads, paged.head_dim, dtype=paged.dtype)
-        for layer in range(len(paged.names)):
-            key, value = paged.read(layer, slots)
-            kv[layer, 0], kv[layer, 1] = key, value
-        begin = 0
-        for _, meta in chunks:
-            end = begin + meta.num_tokens
-            yield replace(meta, rank=rank, world_size=world_size), kv[:, :, begin:end].contiguous()
-            begin = end
+        num_tokens = out.shape[2]
+        expected = (len(paged.names), 2, num_tokens, paged.num_kv_heads, paged.head_dim)
+        if tuple(out.shape) != expected or out.dtype != paged.dtype:
+            raise ValueError(f"a chunk is {tuple(out.shape)} {out.dtype}, this cache's are {expected} {paged.dtype}")
+        paged.copy_out(slots_of(block_ids, np.arange(start, start + num_tokens), paged.block_size), out)
 
 
 def slots_of(block_ids: np.ndarray, positions: np.ndarray, block_size: int) -> torch.Tensor:

@@ -1,11 +1,9 @@
-"""Scheduler side of the connector: what to reuse, what to save, and the receipt."""
+"""Scheduler side of the connector: what to reuse, and the receipt. What to save is decided in `saver`."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import uuid
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +17,20 @@ from ucm_ray.blend.chunk import Chunk, ChunkType
 from ucm_ray.blend.cost_model import CostModel
 from ucm_ray.blend.plan import Decline, Plan, Planner
 from ucm_ray.blend.policies import get_policy
-from ucm_ray.blend.sink import sink_tokens
 from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
 from ucm_ray.integration.vllm.controls import Controls, parse_ucm_params
 from ucm_ray.integration.vllm.meta import (
     BlendConnectorMeta,
     BlendReport,
     BlendRequestMeta,
-    IngestJob,
-    SaveJob,
     WorkerReport,
 )
+from ucm_ray.integration.vllm.saver import Saver
 from ucm_ray.integration.vllm.settings import ConnectorSettings, namespace_of
 from ucm_ray.integration.vllm.support import unsupported_engine, unsupported_request
-from ucm_ray.integration.vllm.taint import is_tainted, taint_from, tainted_blocks_from
-from ucm_ray.keys import Namespace, chunk_key, context_key
-from ucm_ray.store import ChunkMeta, UcmConnectorFactory
-from ucm_ray.store.base import dtype_name
+from ucm_ray.integration.vllm.taint import taint_from
+from ucm_ray.keys import Namespace
+from ucm_ray.store import UcmConnectorFactory
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -47,11 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ucm_ray.blend")
 
 FIRST_READ_WAIT_S = 0.25  # a namespace's first request waits that long for its list of stored chunks
-MAX_PENDING_INGESTS = 4
-INGEST_PATIENCE_S = 30.0  # blocks of a finished request are held at most that long for canonical ingest
-MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held
 MIN_INGEST_TOKENS = 32
-SINK_TOKENS = 400
 FINISHED_NORMALLY = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -125,41 +116,25 @@ class SchedulerSide:
                                        settings.blend.anchor_tokens)
         self.cost_model = CostModel() if settings.blend.cost_model else None
         self._planner = Planner(settings.blend, self.cost_model)
-        self._model_dims = (config.model_config.get_num_layers(config.parallel_config),
-                            config.model_config.get_num_kv_heads(config.parallel_config),
-                            config.model_config.get_head_size(), dtype_name(config.model_config.dtype))
+        self._num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._states: dict[str, RequestState] = {}
         self._meta = BlendConnectorMeta()
         self._reading: dict[str, _Reading] = {}
-        self._ingests: dict[str, float] = {}  # request -> when its blocks were first held
-        self._held: set[str] = set()  # finished requests whose blocks the workers still read
-        self._pool: BlockPool | None = None
-        self._sink: list[int] | None = None
         self.counters: dict[str, float] = {}
         self.esa = None
         if settings.esa.enabled:
             from ucm_ray.integration.vllm.esa_scheduler import EsaScheduler
 
             self.esa = EsaScheduler(config, settings.esa.model_dump())
+        self._saver = Saver(config, settings.blend, self._catalogue, self._analyzer, self.esa, self._count)
         if not self._disabled:
             self._catalogue.index(self._namespace.hex)
-            threading.Thread(target=self._read_sink, name="ucm-sink", daemon=True).start()
+            self._saver.read_sink()
 
     # ---- set-up
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    def _read_sink(self) -> None:
-        """The sink passage in the model's own tokens; without a tokenizer there is no ingest of gaps."""
-        try:
-            from vllm.tokenizers import get_tokenizer
-
-            model = self._config.model_config
-            tokenizer = get_tokenizer(model.tokenizer, trust_remote_code=model.trust_remote_code)
-            self._sink = list(sink_tokens(tokenizer, SINK_TOKENS))
-        except Exception as error:
-            logger.warning("text first seen inside blended requests is not stored: no tokenizer (%s)", error)
+        self._saver.bind_block_pool(pool)
 
     def _namespace_for(self, request: Request) -> Namespace:
         salt = request.cache_salt or ""
@@ -209,8 +184,8 @@ class SchedulerSide:
         if reason:
             return Decline(reason)
         policy = get_policy(controls.policy or self._settings.blend.policy)
-        if getattr(policy, "check_layer", 0) >= self._model_dims[0]:
-            return Decline(f"policy {controls.policy!r}: the model has {self._model_dims[0]} layers")
+        if getattr(policy, "check_layer", 0) >= self._num_layers:
+            return Decline(f"policy {controls.policy!r}: the model has {self._num_layers} layers")
         if num_computed_tokens >= len(state.token_ids) - 1:
             return Decline("vLLM's own prefix cache holds the whole prompt")
         if state.chunks is None:
@@ -265,8 +240,7 @@ class SchedulerSide:
         meta = self._meta
         if self.esa is not None:
             meta.esa = self.esa.build_step(scheduler_output)
-        if self._ingests:
-            meta.cancelled_ingests = self._impatient_ingests()
+        meta.cancelled_ingests = self._saver.impatient_ingests()
         return self.take_meta(scheduler_output)
 
     def take_meta(self, scheduler_output: SchedulerOutput) -> BlendConnectorMeta:
@@ -275,21 +249,9 @@ class SchedulerSide:
         meta.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
         return meta
 
-    def _impatient_ingests(self) -> list[str]:
-        """Requests whose blocks are needed, or were held long enough."""
-        now = time.monotonic()
-        scarce = self._pool is not None and (
-            self._pool.get_num_free_blocks() < MIN_FREE_BLOCKS * self._pool.num_gpu_blocks)
-        late = [rid for rid, since in self._ingests.items() if scarce or now - since > INGEST_PATIENCE_S]
-        for request_id in late:
-            del self._ingests[request_id]
-        return late
-
     def update(self, output: KVConnectorOutput) -> None:
         """Take in what the workers did in the last step."""
-        for request_id in output.finished_sending or ():
-            self._ingests.pop(request_id, None)
-            self._held.discard(request_id)
+        self._saver.released(output.finished_sending or ())
         report = output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
@@ -362,9 +324,7 @@ class SchedulerSide:
         # a request aborted in mid-load: its blocks come back through finished_recving
         waits_for_load = state.loading and request.status not in FINISHED_NORMALLY
         if not waits_for_load and request.status in FINISHED_NORMALLY and not self._disabled:
-            held = self._hold_for_saving(request, state, np.asarray(block_ids, np.int64))
-            if held:
-                self._held.add(request.request_id)
+            held = self._saver.hold(request, state, np.asarray(block_ids, np.int64), self._meta)
         if not state.receipt.reused_tokens:
             self._count("requests_not_blended", 1)
         receipt = asdict(state.receipt)
@@ -375,92 +335,10 @@ class SchedulerSide:
             found["esa"] = self.esa.receipt(request.request_id)
         return held, {"ucm": found}
 
-    def _hold_for_saving(self, request: Request, state: RequestState, block_ids: np.ndarray) -> bool:
-        save = self._settings.blend.save if state.controls.save is None else state.controls.save
-        if not save or not len(block_ids) or unsupported_request(request):
-            return False
-        only_esa = self.esa is not None and not state.receipt.reused_tokens and self.esa.is_only_taint(request)
-        if is_tainted(request) and not only_esa:
-            return self._queue_ingest(request, state, block_ids)
-        # KV of the last token was never computed
-        tokens = np.asarray(request.all_token_ids[: request.num_tokens - 1], np.int32)
-        tokens = tokens[: min(len(tokens), len(block_ids) * self._block_size)]
-        if only_esa:
-            tokens = tokens[: self.esa.num_exact_tokens(request)]
-        first = state.controls.ingest_from or 0
-        canonical = state.controls.ingest_from is not None
-        if canonical:
-            tokens = tokens[: request.num_prompt_tokens]
-        covered = None if canonical else self._covered(tokens, state)
-        chunks = self._new_chunks(tokens, first, len(tokens), state.namespace.hex, "canonical" if canonical else "request",
-                                  keep_tail=canonical, covered=covered)
-        if not chunks:
-            return False
-        self._meta.saves.append(SaveJob(request.request_id, block_ids, chunks))
-        # the workers copy before they read: whoever plans with these chunks from now on will find them
-        self._catalogue.add(meta for _, meta in chunks)
-        self._count("saved_tokens", sum(meta.num_tokens for _, meta in chunks))
-        return True
-
-    def _covered(self, tokens: np.ndarray, state: RequestState) -> np.ndarray:
-        """bool [tokens]: text that is in the store already, under whatever cutting."""
-        covered = np.zeros(len(tokens), bool)
-        index = self._catalogue.index(state.namespace.hex)
-        for chunk in self._analyzer.analyze(tokens, index) if len(index) else ():
-            if chunk.chunk_type is ChunkType.FULL_MATCH:
-                covered[chunk.start_idx : chunk.end_idx] = True
-        return covered
-
-    def _new_chunks(self, tokens: np.ndarray, first: int, end: int, namespace: str, context: str, keep_tail: bool,
-                    covered: np.ndarray | None = None) -> list[tuple[int, ChunkMeta]]:
-        """Chunks of `tokens[first:end]` that the store does not hold; positions are those in `tokens`."""
-        size = self._settings.blend.blend_chunk_size
-        layers, kv_heads, head_dim, dtype = self._model_dims
-        index = self._catalogue.index(namespace)
-        source_id = uuid.uuid4().hex
-        chunks = []
-        for start in range(first, end, size):
-            stop = min(start + size, end)
-            if stop - start < size and not keep_tail:
-                break
-            if covered is not None and covered[start:stop].all():
-                continue
-            text = tokens[start:stop]
-            key = chunk_key(namespace, text)
-            if key in index:
-                continue
-            chunks.append((start, ChunkMeta(
-                key=key, namespace=namespace, token_ids=text, source_id=source_id, source_position=start,
-                num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, context=context,
-                context_key=context_key(namespace, tokens[:start]), world_size=self._world_size)))
-        return chunks
-
-    def _queue_ingest(self, request: Request, state: RequestState, block_ids: np.ndarray) -> bool:
-        """Text first seen in a blended request: computed anew behind the sink passage, in this request's own blocks."""
-        if not state.blended or self._sink is None or len(self._ingests) >= MAX_PENDING_INGESTS:
-            return False
-        own = block_ids[tainted_blocks_from(request) :]
-        texts = [state.token_ids[start:end] for start, end in state.blended]
-        room = len(own) * self._block_size - sum(map(len, texts))
-        if room < 64:
-            return False
-        sink = np.asarray(self._sink[-min(room, len(self._sink)) :], np.int32)
-        tokens = np.concatenate([sink, *texts])
-        chunks, start = [], len(sink)
-        for text in texts:
-            chunks += self._new_chunks(tokens, start, start + len(text), state.namespace.hex, "canonical", keep_tail=True)
-            start += len(text)
-        if not chunks:
-            return False
-        self._ingests[request.request_id] = time.monotonic()
-        self._meta.ingests.append(IngestJob(request.request_id, tokens, own, chunks))
-        self._count("ingested_tokens", sum(map(len, texts)))
-        return True
-
     @property
     def has_held_requests(self) -> bool:
         """Whether saves or ingests wait for an engine step; without requests there would be none."""
-        return bool(self._held)
+        return self._saver.has_held_requests
 
     # ---- maintenance
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,7 +32,8 @@ logger = logging.getLogger("ucm_ray.blend")
 IDLE_WAIT_S = 0.05  # an idle engine waits this long a step for files instead of spinning
 IDLE_TOKENS = 8192  # work of one idle step: a new request waits at most this long
 PASS_TOKENS = 512  # a pass of that many tokens is bound by arithmetic: sharing more gains nothing
-SAVE_TOKENS_PER_STEP = 256
+SAVE_TOKENS_PER_STEP = 128  # twice what an engine that decodes can prefill meanwhile
+IDLE_SAVE_TOKENS = 1024
 SAVE_PATIENCE_S = 20.0
 BLOCKED_WAIT_S = 0.002
 INGEST_TOKENS_PER_STEP = 256
@@ -110,7 +112,7 @@ class WorkerSide:
         idle = meta.num_scheduled_tokens == 0
         self._accept_read_plans(meta, idle)
         self._run_tasks(IDLE_TOKENS if idle else self._busy_tokens)
-        self._run_saves(SAVE_TOKENS_PER_STEP)
+        self._run_saves(IDLE_SAVE_TOKENS if idle else SAVE_TOKENS_PER_STEP)
         if idle and self._saves and not self._tasks:
             time.sleep(BLOCKED_WAIT_S)  # leave the processor to the writing thread
         if idle and not self._tasks:
@@ -208,8 +210,8 @@ class WorkerSide:
         return min(self._settings.blend.blend_tokens_per_step, max(1, self._virtual.max_tokens // 2))
 
     def _run_tasks(self, budget: float) -> None:
-        """Advance plans in the order they came; small plans share passes. Stops when a plan is done, so that its request
-        gets its first token before the next plan's work begins."""
+        """Advance plans in the order they came; small plans share passes. Stops when a plan is done, so that its
+        request gets its first token before the next plan's work begins."""
         waiting = len(self._tasks)
         while budget > 0 and len(self._tasks) == waiting:
             running = [task for task in self._tasks.values() if task.phase != "reading"]
@@ -238,9 +240,9 @@ class WorkerSide:
             if not rows:
                 continue
             owners = list(dict.fromkeys(row.owner for row in rows))
-            observe = self._observer if any(task.phase == "observing" and task.mass is not None for task in owners) else None
+            observing = any(task.phase == "observing" and task.mass is not None for task in owners)
             try:
-                passes = self._virtual.run(rows, depth or None, observe)
+                passes = self._virtual.run(rows, depth or None, self._observer if observing else None)
             except Exception as error:
                 logger.exception("a blending pass failed; its requests are computed as usual")
                 for task in owners:
@@ -318,8 +320,8 @@ class WorkerSide:
     # ---- exact KV out of the cache
 
     def _run_saves(self, budget: int, patient: bool = True) -> None:
-        """Copy out chunks of finished requests, oldest first. While the store's queue is full they wait in their blocks,
-        for a time: a slow disk delays saving before it loses anything."""
+        """Copy out chunks of finished requests, oldest first. While the store's queue is full they wait in their
+        blocks, for a time: a slow disk delays saving before it loses anything."""
         while self._saves and budget > 0:
             job = self._saves[0]
             chunks, rest = take_chunks(job.chunks, budget)
@@ -339,8 +341,10 @@ class WorkerSide:
         if not chunks or not self._ready:
             return
         try:
-            for meta, kv in self._placer.copy_out(block_ids, chunks, self._rank, self._world_size):
-                self._save(meta, kv)
+            for start, meta in chunks:
+                kv = self._store.buffer(meta)
+                self._placer.copy_out(block_ids, start, kv)
+                self._save(replace(meta, rank=self._rank, world_size=self._world_size), kv)
         except Exception:
             logger.exception("saving %d chunks failed; they stay unsaved", len(chunks))
 

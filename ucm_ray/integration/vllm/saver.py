@@ -1,0 +1,193 @@
+"""What of a finished request is new to the store, and how long its blocks are held until the workers have copied it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.config import VllmConfig
+
+from ucm_ray.blend.analyzer import ChunkAnalyzer
+from ucm_ray.blend.chunk import ChunkType
+from ucm_ray.blend.sink import sink_tokens
+from ucm_ray.config import BlendSettings
+from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
+from ucm_ray.integration.vllm.meta import BlendConnectorMeta, IngestJob, SaveJob
+from ucm_ray.integration.vllm.support import unsupported_request
+from ucm_ray.integration.vllm.taint import is_tainted, tainted_blocks_from
+from ucm_ray.keys import chunk_key, context_key
+from ucm_ray.store import ChunkMeta
+from ucm_ray.store.base import dtype_name
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.request import Request
+
+    from ucm_ray.integration.vllm.esa_scheduler import EsaScheduler
+    from ucm_ray.integration.vllm.scheduler_side import RequestState
+
+logger = logging.getLogger("ucm_ray.blend")
+
+MAX_PENDING_INGESTS = 4
+INGEST_PATIENCE_S = 30.0  # blocks of a finished request are held at most that long for canonical ingest
+MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held
+MIN_INGEST_ROOM = 64
+SINK_TOKENS = 400
+
+
+class Saver:
+    """One per engine. Every method is called by the scheduler's thread."""
+
+    def __init__(self, config: VllmConfig, settings: BlendSettings, catalogue: ChunkCatalogue, analyzer: ChunkAnalyzer,
+                 esa: EsaScheduler | None, count: Callable[[str, float], None]) -> None:
+        model, parallel = config.model_config, config.parallel_config
+        self._model, self._settings = model, settings
+        self._catalogue, self._analyzer, self._esa, self._count = catalogue, analyzer, esa, count
+        self._block_size = config.cache_config.block_size
+        # what all chunks of this engine have in common
+        self._shape = {"num_layers": model.get_num_layers(parallel), "num_kv_heads": model.get_num_kv_heads(parallel),
+                       "head_dim": model.get_head_size(), "dtype": dtype_name(model.dtype),
+                       "world_size": parallel.tensor_parallel_size}
+        self._ingests: dict[str, float] = {}  # request -> when its blocks were first held
+        self._held: set[str] = set()  # finished requests whose blocks the workers still read
+        self._pool: BlockPool | None = None
+        self._sink: list[int] | None = None
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def read_sink(self) -> None:
+        """Make the sink passage of the model's own tokens, in the background; without a tokenizer there is no ingest
+        of gaps."""
+        threading.Thread(target=self._read_sink, name="ucm-sink", daemon=True).start()
+
+    def _read_sink(self) -> None:
+        try:
+            from vllm.tokenizers import get_tokenizer
+
+            tokenizer = get_tokenizer(self._model.tokenizer, trust_remote_code=self._model.trust_remote_code)
+            self._sink = list(sink_tokens(tokenizer, SINK_TOKENS))
+        except Exception as error:
+            logger.warning("text first seen inside blended requests is not stored: no tokenizer (%s)", error)
+
+    # ---- a request ends
+
+    def hold(self, request: Request, state: RequestState, block_ids: np.ndarray, meta: BlendConnectorMeta) -> bool:
+        """Put what is to be saved of a finished request into `meta`; whether its blocks, int64, are needed for it."""
+        save = self._settings.save if state.controls.save is None else state.controls.save
+        if not save or not len(block_ids) or unsupported_request(request):
+            return False
+        only_esa = self._esa is not None and not state.receipt.reused_tokens and self._esa.is_only_taint(request)
+        if is_tainted(request) and not only_esa:
+            held = self._ingest(request, state, block_ids, meta)
+        else:
+            held = self._save(request, state, block_ids, meta, only_esa)
+        if held:
+            self._held.add(request.request_id)
+        return held
+
+    def _save(self, request: Request, state: RequestState, block_ids: np.ndarray, meta: BlendConnectorMeta,
+              only_esa: bool) -> bool:
+        """Exact KV, as it is."""
+        # KV of the last token was never computed
+        tokens = np.asarray(request.all_token_ids[: request.num_tokens - 1], np.int32)
+        tokens = tokens[: min(len(tokens), len(block_ids) * self._block_size)]
+        if only_esa:
+            tokens = tokens[: self._esa.num_exact_tokens(request)]
+        first = state.controls.ingest_from or 0
+        canonical = state.controls.ingest_from is not None
+        if canonical:
+            tokens = tokens[: request.num_prompt_tokens]
+        covered = None if canonical else self._covered(tokens, state)
+        chunks = self._new_chunks(tokens, first, len(tokens), state.namespace.hex,
+                                  "canonical" if canonical else "request", keep_tail=canonical, covered=covered)
+        if not chunks:
+            return False
+        meta.saves.append(SaveJob(request.request_id, block_ids, chunks))
+        # the workers copy before they read: whoever plans with these chunks from now on will find them
+        self._catalogue.add(chunk for _, chunk in chunks)
+        self._count("saved_tokens", sum(chunk.num_tokens for _, chunk in chunks))
+        return True
+
+    def _covered(self, tokens: np.ndarray, state: RequestState) -> np.ndarray:
+        """bool [tokens]: text that is in the store already, under whatever cutting."""
+        covered = np.zeros(len(tokens), bool)
+        index = self._catalogue.index(state.namespace.hex)
+        for chunk in self._analyzer.analyze(tokens, index) if len(index) else ():
+            if chunk.chunk_type is ChunkType.FULL_MATCH:
+                covered[chunk.start_idx : chunk.end_idx] = True
+        return covered
+
+    def _new_chunks(self, tokens: np.ndarray, first: int, end: int, namespace: str, context: str, keep_tail: bool,
+                    covered: np.ndarray | None = None) -> list[tuple[int, ChunkMeta]]:
+        """Chunks of `tokens[first:end]` that the store does not hold; positions are those in `tokens`."""
+        size = self._settings.blend_chunk_size
+        index = self._catalogue.index(namespace)
+        source_id = uuid.uuid4().hex
+        chunks = []
+        for start in range(first, end, size):
+            stop = min(start + size, end)
+            if stop - start < size and not keep_tail:
+                break
+            if covered is not None and covered[start:stop].all():
+                continue
+            text = tokens[start:stop]
+            key = chunk_key(namespace, text)
+            if key in index:
+                continue
+            chunks.append((start, ChunkMeta(
+                key=key, namespace=namespace, token_ids=text, source_id=source_id, source_position=start,
+                context=context, context_key=context_key(namespace, tokens[:start]), **self._shape)))
+        return chunks
+
+    def _ingest(self, request: Request, state: RequestState, block_ids: np.ndarray, meta: BlendConnectorMeta) -> bool:
+        """Text first seen in a blended request: computed anew behind the sink passage, in this request's own blocks."""
+        if not state.blended or self._sink is None or len(self._ingests) >= MAX_PENDING_INGESTS:
+            return False
+        own = block_ids[tainted_blocks_from(request) :]
+        texts = [state.token_ids[start:end] for start, end in state.blended]
+        room = len(own) * self._block_size - sum(map(len, texts))
+        if room < MIN_INGEST_ROOM:
+            return False
+        sink = np.asarray(self._sink[-min(room, len(self._sink)) :], np.int32)
+        tokens = np.concatenate([sink, *texts])
+        chunks, start = [], len(sink)
+        for text in texts:
+            chunks += self._new_chunks(tokens, start, start + len(text), state.namespace.hex, "canonical",
+                                       keep_tail=True)
+            start += len(text)
+        if not chunks:
+            return False
+        self._ingests[request.request_id] = time.monotonic()
+        meta.ingests.append(IngestJob(request.request_id, tokens, own, chunks))
+        self._count("ingested_tokens", sum(map(len, texts)))
+        return True
+
+    # ---- while blocks are held
+
+    @property
+    def has_held_requests(self) -> bool:
+        return bool(self._held)
+
+    def impatient_ingests(self) -> list[str]:
+        """Requests whose blocks are needed, or were held long enough: their ingest is given up."""
+        if not self._ingests:
+            return []
+        now = time.monotonic()
+        scarce = self._pool is not None and (
+            self._pool.get_num_free_blocks() < MIN_FREE_BLOCKS * self._pool.num_gpu_blocks)
+        late = [rid for rid, since in self._ingests.items() if scarce or now - since > INGEST_PATIENCE_S]
+        for request_id in late:
+            del self._ingests[request_id]
+        return late
+
+    def released(self, request_ids: Iterable[str]) -> None:
+        """The workers no longer read these requests' blocks."""
+        for request_id in request_ids:
+            self._ingests.pop(request_id, None)
+            self._held.discard(request_id)
