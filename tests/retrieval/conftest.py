@@ -13,7 +13,8 @@ GEOMETRY = Geometry(num_layers=3, num_kv_heads=2, head_dim=8, representation="cu
 
 @pytest.fixture(scope="module")
 def ray_local():
-    """Ray on this machine, once a file: other rooms start a Ray of another kind. Shards mostly wait: more CPUs than are."""
+    """Ray on this machine, once a file: other rooms start a Ray of another kind. Shards mostly wait: more CPUs than
+    are."""
     ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
              object_store_memory=200 * 2 ** 20, namespace="retrieval-tests")
