@@ -10,7 +10,7 @@ from actors.retrieval_pool import PoolSettings, start_pool, stop_pool
 from ucm_ray.retrieval import Geometry, PackedQuery
 from ucm_ray.retrieval.client import RetrievalClient
 
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 pool = start_pool(PoolSettings(shards=2))
 client = RetrievalClient.connect(deadline_s=1.0, geometry=Geometry(4, 2, 64, "cumulant"))
 
