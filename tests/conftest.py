@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fake_nodes import FakeNodesCluster
+
 # the engine must never ask a hub; every test model is local
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -31,9 +33,9 @@ def model_dir() -> Path:
 
 
 class ServiceProcess:
-    """`ucm-ray serve` in a process of its own, with a Ray of its own."""
+    """`ucm-ray serve` in a process of its own, with a Ray of its own or on a cluster that is only for it."""
 
-    def __init__(self, config: dict[str, Any], folder: Path):
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: FakeNodesCluster | None = None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
@@ -42,15 +44,18 @@ class ServiceProcess:
         store = {"storage_backends": str(folder / "store")} | config.get("store", {})
         (folder / "config.yaml").write_text(yaml.safe_dump({**config, "service": service, "store": store}))
         self.log = folder / "service.log"
-        # found again in /proc/*/environ of everything the service starts
-        self.mark = f"UCM_RAY_TEST_SERVICE={uuid.uuid4().hex}"
-        name, value = self.mark.split("=")
-        environment = {key: text for key, text in os.environ.items() if key != "RAY_ADDRESS"}
+        command = [sys.executable, "-m", "ucm_ray", "serve", "--config", str(folder / "config.yaml")]
+        if cluster is None:
+            # found again in /proc/*/environ of everything the service starts
+            self.mark = f"UCM_RAY_TEST_SERVICE={uuid.uuid4().hex}"
+            name, value = self.mark.split("=")
+            environment = {key: text for key, text in os.environ.items() if key != "RAY_ADDRESS"} | {name: value}
+        else:
+            self.mark, environment = cluster.mark, cluster.environment
+            command += ["--address", cluster.address]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ucm_ray", "serve", "--config", str(folder / "config.yaml")],
-                stdout=log, stderr=subprocess.STDOUT, env=environment | {name: value}, start_new_session=True,
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment,
+                                            start_new_session=True)
 
     def wait_ready(self, timeout_s: float = 400) -> ServiceProcess:
         deadline = time.monotonic() + timeout_s
@@ -109,8 +114,8 @@ _running: list[ServiceProcess] = []
 def start_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ServiceProcess]]:
     """Starts services from configurations (a mapping as in the YAML); none outlives its room's tests."""
 
-    def start(config: dict[str, Any], wait: bool = True) -> ServiceProcess:
-        service = ServiceProcess(config, tmp_path_factory.mktemp("service"))
+    def start(config: dict[str, Any], wait: bool = True, cluster: FakeNodesCluster | None = None) -> ServiceProcess:
+        service = ServiceProcess(config, tmp_path_factory.mktemp("service"), cluster)
         _running.append(service)
         return service.wait_ready() if wait else service
 

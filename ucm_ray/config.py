@@ -190,7 +190,7 @@ class ServiceSettings(_Section):
     ingress_cpus: float = Field(default=0.1, gt=0.0)
     ingress_replicas: int = Field(default=1, ge=1)
     router: Literal["default", "chunk_aware"] = "default"
-    router_load_weight: float = Field(default=0.1, ge=0.0, description="reusable share a queued request outweighs")
+    router_load_weight: float = Field(default=0.25, ge=0.0, description="reusable share a queued request outweighs")
     directory_max_chunks: int = Field(default=1_000_000, ge=1, description="about 500 bytes of memory each")
     kept_receipts: int = Field(default=4096, ge=1, description="for GET /ucm/v1/receipts/{id}")
     otlp_endpoint: str | None = Field(default=None, pattern="^https?://",

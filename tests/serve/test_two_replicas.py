@@ -10,6 +10,7 @@ import httpx
 import openai as openai_package
 import pytest
 
+from tests.fake_nodes import FakeNodesCluster
 from tests.serve.conftest import ENGINE, MODEL, STORE, eventually, messages_of, stop_single_service
 from ucm_ray.client import Client, ClientError
 
@@ -17,13 +18,24 @@ pytestmark = [pytest.mark.service, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def pair(start_service):
+def cluster(tmp_path_factory):
+    cluster = FakeNodesCluster(tmp_path_factory.mktemp("cluster"), {"CPU": 1}, max_workers=1,
+                               object_store_bytes=200 * 2**20)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(start_service, cluster):
+    """One replica, which fills the head node but for a rest; a second one needs a node that is not there yet."""
     stop_single_service()
     return start_service({
         "engine": ENGINE, "store": STORE,
-        "service": {"model_id": MODEL, "min_replicas": 2, "max_replicas": 2, "router": "chunk_aware",
-                    "replica_cpus": 0.4},
-    })
+        "esa": {"enabled": True, "min_saved_bytes": 0, "deadline_ms": 200.0},
+        "retrieval": {"backend": "ray", "capacity_bytes": "64MiB"},
+        "service": {"model_id": MODEL, "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1,
+                    "router": "chunk_aware", "replica_cpus": 1},
+    }, cluster=cluster)
 
 
 @pytest.fixture
@@ -56,6 +68,24 @@ def processes_named(pair, name: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def test_waiting_requests_bring_a_second_replica_on_a_node_of_its_own(pair, cluster, client, documents):
+    assert cluster.num_nodes() == 1
+    seen: set[str] = set()
+
+    async def scenario():
+        async with openai_package.AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="none", max_retries=0) as api:
+            async def user(number: int) -> None:
+                while len(seen) < 2:
+                    answer = await api.chat.completions.create(
+                        model=MODEL, messages=messages_of([], f"Count to {number}."), max_tokens=32, temperature=0)
+                    seen.add(ucm_of(answer)["replica"])
+
+            await asyncio.gather(*map(user, range(4)))
+
+    asyncio.run(asyncio.wait_for(scenario(), 400))
+    assert cluster.num_nodes() == 2
 
 
 def test_a_document_ingested_through_one_replica_is_reused_by_both(pair, client, documents):
@@ -94,6 +124,28 @@ def test_a_killed_directory_stops_nobody_and_comes_back(pair, client, documents)
             return False
 
     eventually(listed, 60)
+
+
+def test_killed_retrieval_shards_stop_nobody_and_come_back(pair, client, documents):
+    """Sparse decode asks the shards; without them it decodes by what it has, and says so."""
+    def esa_of(question: str) -> dict:
+        answer = ask(pair, {"messages": messages_of(documents[:8], question)}, max_tokens=48,
+                     extra_body={"ignore_eos": True})[0]
+        return ucm_of(answer)["esa"]
+
+    assert eventually(lambda: esa_of("What is it about?")["sparse_steps"] > 0, 60)
+    shards = processes_named(pair, "RetrievalShardActor")
+    assert shards
+    for process in shards:
+        os.kill(process, signal.SIGKILL)
+    assert esa_of("And who says so?")["blocks_total"] > 0
+
+    def exact_again() -> bool:
+        receipt = esa_of("Where was that?")
+        return receipt["sparse_steps"] > 40 and receipt["fallbacks"] == 0
+
+    assert eventually(exact_again, 120)
+    assert not set(shards) & set(processes_named(pair, "RetrievalShardActor"))
 
 
 def test_a_replica_killed_in_mid_stream_breaks_its_own_streams_only(pair, client, documents):

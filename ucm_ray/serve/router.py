@@ -79,7 +79,7 @@ class ChunkAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     # Serve's 0.1 s is short for a replica that shares its cores with the engine it runs
     queue_len_response_deadline_s = 0.5
 
-    def initialize_state(self, capacity_bytes: int = 2 * 2**30, load_weight: float = 0.1) -> None:
+    def initialize_state(self, capacity_bytes: int = 2 * 2**30, load_weight: float = 0.25) -> None:
         """`capacity_bytes`: KV that a replica's host memory holds."""
         self.residency = Residency(capacity_bytes)
         self._load_weight = load_weight
