@@ -23,10 +23,11 @@ def main(job: dict) -> None:
     transfer = KVTransferConfig(
         kv_connector="BlendConnector", kv_connector_module_path="ucm_ray.integration.vllm.blend_connector",
         kv_role="kv_both", kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"storage_backends": job["store"], "cost_model": False, "refresh_s": 0.2, **job.get("extra", {})})
+        kv_connector_extra_config={"storage_backends": job["store"], "cost_model": False, "refresh_s": 0.2,
+                                   **job.get("extra", {})})
     options = dict(dtype="float32", max_model_len=1024, enforce_eager=True, block_size=32, max_num_seqs=16,
-                   max_num_batched_tokens=512, skip_tokenizer_init=True, disable_log_stats=False, seed=0) | job.get("llm", {})
-    llm = LLM(model=job["model"], kv_transfer_config=transfer, **options)
+                   max_num_batched_tokens=512, skip_tokenizer_init=True, disable_log_stats=False, seed=0)
+    llm = LLM(model=job["model"], kv_transfer_config=transfer, **(options | job.get("llm", {})))
     answers = []
     for turn in job["turns"]:
         if turn.get("forget_prefixes"):
@@ -39,7 +40,8 @@ def main(job: dict) -> None:
         outputs = llm.generate([{"prompt_token_ids": ids, **salt} for ids in turn["prompts"]], params, use_tqdm=False)
         answers.append([{
             "tokens": list(output.outputs[0].token_ids),
-            "logprobs": [step[token].logprob for step, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids)],
+            "logprobs": [step[token].logprob for step, token in
+                         zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)],
             "receipt": output.kv_transfer_params["ucm"]["blend"],
             "cached": output.num_cached_tokens,
             "preemptions": preemptions(llm) - before,

@@ -39,11 +39,12 @@ class Engine:
         extra = {} if ucm is None else {"kv_transfer_params": {"ucm": ucm}}
         return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **more)
 
-    def ask(self, prompt: list[int] | list[list[int]], max_tokens: int = 8, salt: str | None = None, ucm: dict | None = None,
-            **more: Any):
+    def ask(self, prompt: list[int] | list[list[int]], max_tokens: int = 8, salt: str | None = None,
+            ucm: dict | None = None, **more: Any):
         """Greedy output(s) for one prompt or several submitted together; everything settled when it returns."""
         many = bool(prompt) and isinstance(prompt[0], list)
-        prompts = [{"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})} for ids in (prompt if many else [prompt])]
+        salted = {"cache_salt": salt} if salt else {}
+        prompts = [{"prompt_token_ids": ids, **salted} for ids in (prompt if many else [prompt])]
         outputs = self.llm.generate(prompts, self.sampling(max_tokens, ucm, **more), use_tqdm=False)
         self.settle()
         return outputs if many else outputs[0]
@@ -72,7 +73,8 @@ class Engine:
     def forget_everything(self) -> None:
         self.forget_prefixes()
         self.scheduler.connector.reset_cache()
-        self.llm.generate([{"prompt_token_ids": [1, 2, 3]}], self.sampling(1, {"blend": False, "save": False}), use_tqdm=False)
+        sampling = self.sampling(1, {"blend": False, "save": False})
+        self.llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
         self.forget_prefixes()
         self.settle()
         assert not self.files()

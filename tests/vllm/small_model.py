@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def save_small_llama(folder: Path, seed: int = 0, layers: int = 3, heads: int = 4, kv_heads: int = 2, head_dim: int = 32,
-                     vocab: int = 512) -> Path:
+def save_small_llama(folder: Path, seed: int = 0, layers: int = 3, heads: int = 4, kv_heads: int = 2,
+                     head_dim: int = 32, vocab: int = 512) -> Path:
     """A Llama with `heads` query heads of `head_dim`, fp32, without a tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+
 from tests.vllm.helpers import receipt, shuffled, text_ids
 
 pytestmark = pytest.mark.engine
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.engine
 
 def logprobs_of(output) -> torch.Tensor:
     """Log-probabilities of the chosen tokens."""
-    return torch.tensor([step[token].logprob for step, token in zip(output.outputs[0].logprobs, text_ids(output))])
+    steps = zip(output.outputs[0].logprobs, text_ids(output), strict=True)
+    return torch.tensor([step[token].logprob for step, token in steps])
 
 
 # ---- invariant 1
@@ -106,7 +108,8 @@ def test_same_text_blended_and_plain_in_the_same_step(fresh, documents, rag):
     from vllm.sampling_params import RequestOutputKind
 
     finished = {}
-    for name, ucm in (("b1", {"policy": "none"}), ("b2", {"policy": "none"}), ("p1", {"blend": False}), ("p2", {"blend": False})):
+    for name, ucm in (("b1", {"policy": "none"}), ("b2", {"policy": "none"}),
+                      ("p1", {"blend": False}), ("p2", {"blend": False})):
         params = fresh.sampling(12, {**ucm, "save": False})
         params.output_kind = RequestOutputKind.FINAL_ONLY
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -156,7 +159,7 @@ def test_a_damaged_chunk_costs_time_and_no_wrong_token(fresh, documents, rag, da
     fresh.forget_host_memory()
     files = fresh.files()
     others = [path.read_bytes() for path in files[1:] + files[:1]]
-    for path, other in zip(files, others):
+    for path, other in zip(files, others, strict=True):
         data = bytearray(path.read_bytes())
         if damage == "corrupt":
             data[-100] ^= 0x40
@@ -304,8 +307,8 @@ def test_an_error_in_a_hook_never_reaches_the_engine(fresh, documents, rag, monk
     def broken(*_, **__):
         raise RuntimeError("out of luck")
 
-    for target, name in ((fresh.scheduler_side, "match"), (fresh.scheduler_side, "build_meta"), (fresh.scheduler_side, "finish"),
-                         (fresh.worker, "_work"), (fresh.worker, "take_report")):
+    for target, name in ((fresh.scheduler_side, "match"), (fresh.scheduler_side, "build_meta"),
+                         (fresh.scheduler_side, "finish"), (fresh.worker, "_work"), (fresh.worker, "take_report")):
         with monkeypatch.context() as patch:
             patch.setattr(target, name, broken)
             output = fresh.ask(prompt, ucm={"policy": "query", "budget": 1.0})
@@ -364,7 +367,8 @@ def test_a_decoding_request_never_waits_for_more_than_a_slice(fresh, documents, 
                        fresh.sampling(150, {"blend": False, "save": False}))
     for _ in range(3):
         engine.step()
-    engine.add_request("blending", {"prompt_token_ids": rag([5, 4, 3, 2, 1, 0])}, fresh.sampling(2, {"policy": "query", "budget": 0.5}))
+    engine.add_request("blending", {"prompt_token_ids": rag([5, 4, 3, 2, 1, 0])},
+                       fresh.sampling(2, {"policy": "query", "budget": 0.5}))
     outputs = {}
     while engine.has_unfinished_requests():
         outputs.update((output.request_id, output) for output in engine.step() if output.finished)
@@ -372,7 +376,7 @@ def test_a_decoding_request_never_waits_for_more_than_a_slice(fresh, documents, 
     fresh.worker._settings.blend.blend_tokens_per_step = 512
     assert text_ids(outputs["decoding"]) == alone
     assert receipt(outputs["blending"])["recomputed_tokens"] > 200
-    worked = [work for work, is_busy in zip(steps, busy) if is_busy and work]
+    worked = [work for work, is_busy in zip(steps, busy, strict=True) if is_busy and work]
     assert len(worked) >= 5 and max(worked) <= 64
 
 
@@ -411,10 +415,12 @@ def test_declined_requests_say_why(fresh, documents, rag):
 
 def test_strange_kv_transfer_params_never_harm_the_engine(fresh, documents, rag):
     fresh.ingest(documents[:2])
-    strange = [None, {}, [], 7, "x", {"ucm": None}, {"ucm": []}, {"ucm": "yes"}, {"ucm": {"policy": 3}}, {"ucm": {"policy": "nope"}},
-               {"ucm": {"budget": -1}}, {"ucm": {"budget": float("nan")}}, {"ucm": {"budget": "much"}}, {"ucm": {"blend": "no"}},
-               {"ucm": {"ingest_from": -5}}, {"ucm": {"ingest_from": 10**9}}, {"ucm": {"ingest_from": True}}, {"ucm": {1: 2}},
-               {"ucm": {"sparse_ratio": 0}}, {"ucm": {"policy": "hkvd@999"}}, {"ucm": {"policy": "query@1"}}, {"do_remote_prefill": True}]
+    strange = [None, {}, [], 7, "x", {"ucm": None}, {"ucm": []}, {"ucm": "yes"},
+               {"ucm": {"policy": 3}}, {"ucm": {"policy": "nope"}}, {"ucm": {"budget": -1}},
+               {"ucm": {"budget": float("nan")}}, {"ucm": {"budget": "much"}}, {"ucm": {"blend": "no"}},
+               {"ucm": {"ingest_from": -5}}, {"ucm": {"ingest_from": 10**9}}, {"ucm": {"ingest_from": True}},
+               {"ucm": {1: 2}}, {"ucm": {"sparse_ratio": 0}}, {"ucm": {"policy": "hkvd@999"}},
+               {"ucm": {"policy": "query@1"}}, {"do_remote_prefill": True}]
     from vllm import SamplingParams
 
     prompt = rag([1, 0])
@@ -437,8 +443,10 @@ def test_the_worker_side_driven_by_model_runner_v2(fresh, documents, rag, monkey
     prompt = rag([1, 2, 0])
     expected = fresh.ask(prompt, ucm={"policy": "query"})
     runner = fresh.core.model_executor.driver_worker.worker.model_runner
-    active = ActiveKVConnector(runner.vllm_config, {name: layer.kv_cache for name, layer in fresh.worker._layers.items()})
-    monkeypatch.setattr(runner, "kv_connector_no_forward", lambda scheduler_output, config: active.no_forward(scheduler_output))
+    caches = {name: layer.kv_cache for name, layer in fresh.worker._layers.items()}
+    active = ActiveKVConnector(runner.vllm_config, caches)
+    monkeypatch.setattr(runner, "kv_connector_no_forward",
+                        lambda scheduler_output, config: active.no_forward(scheduler_output))
     output = fresh.ask(prompt, ucm={"policy": "query"})
     assert receipt(output)["reused_tokens"] == receipt(expected)["reused_tokens"] > 200
     assert text_ids(output) == text_ids(expected)

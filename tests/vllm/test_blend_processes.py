@@ -1,4 +1,7 @@
-"""Blend across processes: tensor parallelism, restarts, other weights, compiled mode, preemption. Small random models."""
+"""Blend across processes: tensor parallelism, restarts, other weights, compiled mode, preemption.
+
+Small random models.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,9 @@ def run_engine(folder: Path, job: dict, timeout_s: float = 300) -> list[list[dic
     if job.get("llm", {}).get("tensor_parallel_size", 1) > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("blend_process.py")), str(path)], cwd=root,
-                          env=environment | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=timeout_s)
+    command = [sys.executable, str(Path(__file__).with_name("blend_process.py")), str(path)]
+    done = subprocess.run(command, cwd=root, env=environment | {"PYTHONPATH": str(root)}, capture_output=True,
+                          text=True, timeout=timeout_s)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert lines, f"the engine gave no answer:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return json.loads(lines[0].removeprefix("ANSWERS "))
@@ -51,7 +55,8 @@ PROMPT = words(51, 10) + DOCUMENTS[2] + DOCUMENTS[0] + DOCUMENTS[3] + QUESTION
 
 def test_tensor_parallel_ranks_blend_alike_restart_warm_and_survive_one_ranks_bad_file(small_model, tmp_path):
     job = {"model": str(small_model), "store": str(tmp_path / "store"), "llm": {"tensor_parallel_size": 2}}
-    ask = [{"prompts": [PROMPT], "ucm": {"policy": policy, "budget": 0.2, "save": False}} for policy in ("query", "hkvd@1", "boundary")]
+    ask = [{"prompts": [PROMPT], "ucm": {"policy": policy, "budget": 0.2, "save": False}}
+           for policy in ("query", "hkvd@1", "boundary")]
     everything = {"prompts": [PROMPT], "ucm": {"policy": "query", "budget": 1.0, "save": False}}
     plain = {"prompts": [PROMPT], "ucm": PLAIN, "forget_prefixes": True}
     first = run_engine(tmp_path, job | {"turns": [SAVE, *ask, everything, plain]})
@@ -87,7 +92,7 @@ kv_connector_extra_config:
 
 
 def test_compiled_with_the_seeds_yaml_blends_and_a_preempted_request_answers_the_same(tmp_path):
-    """One engine, three promises: a compiled model, UCM's own YAML on Llama-2's head geometry, preemption and resume."""
+    """One engine, three promises: a compiled model, UCM's YAML on Llama-2's head geometry, preemption and resume."""
     model = save_small_llama(tmp_path / "llama-2", heads=2, kv_heads=2, head_dim=128)
     extra = yaml.safe_load(SEED_YAML % (tmp_path / "store"))["kv_connector_extra_config"]
     prompts = [words(60 + i, 10) + DOCUMENTS[i % 4] + DOCUMENTS[(i + 1) % 4] + QUESTION for i in range(4)]

@@ -12,7 +12,8 @@ from ucm_ray.integration.vllm.support import unsupported_engine, unsupported_lay
 
 
 def config(**changes) -> SimpleNamespace:
-    parallel = dict(pipeline_parallel_size=1, prefill_context_parallel_size=1, decode_context_parallel_size=1, data_parallel_size=1)
+    parallel = dict(pipeline_parallel_size=1, prefill_context_parallel_size=1, decode_context_parallel_size=1,
+                    data_parallel_size=1)
     model = dict(use_mla=False, is_hybrid=False, is_attention_free=False, uses_mrope=False, experts=0)
     cache, other = dict(cache_dtype="auto"), dict(speculative_config=None)
     for name, value in changes.items():
@@ -81,7 +82,7 @@ def test_layers_that_cannot_blend_say_why(changes, reason):
     ({"resumable": True}, "streaming"),
 ])
 def test_requests_that_cannot_blend_say_why(changes, reason):
-    plain = dict(sampling_params=SimpleNamespace(prompt_logprobs=None), mm_features=[], prompt_embeds=None, prompt_token_ids=[1],
-                 skip_reading_prefix_cache=False, lora_request=None, resumable=False)
+    plain = dict(sampling_params=SimpleNamespace(prompt_logprobs=None), mm_features=[], prompt_embeds=None,
+                 prompt_token_ids=[1], skip_reading_prefix_cache=False, lora_request=None, resumable=False)
     assert unsupported_request(SimpleNamespace(**plain)) == ""
     assert reason in unsupported_request(SimpleNamespace(**(plain | changes)))

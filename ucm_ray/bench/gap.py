@@ -53,8 +53,9 @@ def measure(config: Path | None, repeat: int, progress: Callable[[str], None]) -
                 if number:
                     seen[mode].append(one)
             progress(f"prompt {number} of {repeat}")
-    rows = [{"mode": mode, **{name: median([one[index] for one in values]) for index, name in
-                              enumerate(("longest_gap_ms", "median_gap_ms", "ttft_s"))}} for mode, values in seen.items()]
+    names = ("longest_gap_ms", "median_gap_ms", "ttft_s")
+    rows = [{"mode": mode, **{name: median([one[index] for one in values]) for index, name in enumerate(names)}}
+            for mode, values in seen.items()]
     return {"rows": rows, "ratio": rows[1]["longest_gap_ms"] / rows[0]["longest_gap_ms"]}
 
 

@@ -139,8 +139,8 @@ def _radix_threshold(keys, n, k, histogram):
 
 @njit(**_EXACT)
 def _linear_bin(score, low, scale):
-    """Bin of a score in [low, low + (_LINEAR_BINS - 1) / scale]; anything else, not-a-number too, goes to the nearest end
-    rather than beside the histogram."""
+    """Bin of a score in [low, low + (_LINEAR_BINS - 1) / scale]; anything else, not-a-number too, goes to the nearest
+    end rather than beside the histogram."""
     position = (score - low) * scale
     if not position > np.float32(0):
         return np.int32(0)

@@ -55,7 +55,8 @@ def harmless(otherwise: Any):
 class BlendConnector(KVConnectorBase_V1):
     """See the module. Methods are grouped as in vLLM's base class."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole,
+                 kv_cache_config: KVCacheConfig | None = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.from_vllm(vllm_config)
         self._scheduler = self._worker = None
@@ -149,7 +150,8 @@ class BlendConnector(KVConnectorBase_V1):
 
     @harmless(None)
     def get_kv_connector_stats(self) -> BlendStats | None:
-        counters = self._scheduler.take_counters() if self._scheduler else {}  # the scheduler hears all that workers did
+        # the scheduler hears all that workers did
+        counters = self._scheduler.take_counters() if self._scheduler else {}
         return BlendStats(data=counters) if counters else None
 
     @classmethod

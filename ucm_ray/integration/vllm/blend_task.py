@@ -66,7 +66,8 @@ class BlendTask:
     def _is_planned(self, chunk: Chunk, found: StoredChunk) -> bool:
         meta, kv = found
         offset, length = chunk.source_offset, chunk.num_tokens
-        if kv.shape[0] != len(self.paged.names) or tuple(kv.shape[3:]) != (self.paged.num_kv_heads, self.paged.head_dim):
+        heads = (self.paged.num_kv_heads, self.paged.head_dim)
+        if kv.shape[0] != len(self.paged.names) or tuple(kv.shape[3:]) != heads:
             return False
         # the file may have been replaced by the same text computed elsewhere
         if meta.source_position + offset != chunk.source_position or meta.context_key != chunk.context_key:
@@ -188,8 +189,8 @@ class BlendTask:
 
     def report(self) -> BlendReport:
         failed_tokens = self.meta.plan.reused_tokens - self.plan.reused_tokens
-        return BlendReport(self.recomputed_tokens, self.failed_chunks, failed_tokens, self.load_s * 1e3, self.recompute_s * 1e3,
-                           self.passes, self.error, self.recomputed_ranges)
+        return BlendReport(self.recomputed_tokens, self.failed_chunks, failed_tokens, self.load_s * 1e3,
+                           self.recompute_s * 1e3, self.passes, self.error, self.recomputed_ranges)
 
 
 def without_chunks(plan: Plan, bad: list[Chunk]) -> Plan:

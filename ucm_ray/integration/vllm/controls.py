@@ -34,6 +34,7 @@ def parse_ucm_params(params: Any) -> Controls:
         return Controls(blend=False, save=False, error=f"kv_transfer_params: found {params!r:.80}, expected a mapping")
     try:
         found = parse_controls(params.get("ucm"))
-        return Controls(**{name: getattr(found, name, None) for name in Controls.__dataclass_fields__ if name != "error"})
+        names = [name for name in Controls.__dataclass_fields__ if name != "error"]
+        return Controls(**{name: getattr(found, name, None) for name in names})
     except (ConfigError, TypeError, ValueError, RecursionError) as error:
         return Controls(blend=False, save=False, error=f"{error}"[:300])

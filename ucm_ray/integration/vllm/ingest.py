@@ -28,7 +28,8 @@ def ingest_documents(llm: Any, documents: Sequence[str | Sequence[int]], cache_s
     tokenizer = llm.get_tokenizer()
     sink_ids = sink_tokens(tokenizer, sink)
     limit = llm.llm_engine.model_config.max_model_len - len(sink_ids) - 1
-    texts = [tokenizer.encode(doc, add_special_tokens=False) if isinstance(doc, str) else list(doc) for doc in documents]
+    texts = [tokenizer.encode(doc, add_special_tokens=False) if isinstance(doc, str) else list(doc)
+             for doc in documents]
     for number, ids in enumerate(texts):
         if not 0 < len(ids) <= limit:
             raise ValueError(f"document {number} has {len(ids)} tokens, expected 1 to {limit}")

@@ -13,7 +13,7 @@ from ucm_ray.integration.vllm.virtual_sequences import Row
 
 
 class QuestionObserver:
-    """Called by `VirtualSequences` before each layer attends; adds to `mass` of the tasks whose question is in the pass.
+    """Called by `VirtualSequences` before each layer attends; adds to `mass` of tasks whose question is in the pass.
 
     The sum over heads and question tokens stands for the mean: only the order of tokens matters.
     """

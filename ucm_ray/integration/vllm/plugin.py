@@ -23,12 +23,15 @@ def register() -> None:
     _registered = True
 
     import ucm_ray.store.threads  # noqa: F401  remembers this process's processors before vLLM binds it to one
+
+    # isort: split
     from torch.nn.modules.module import register_module_module_registration_hook
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_module_module_registration_hook(_remember_parent)
     register_backend(AttentionBackendEnum.CPU_ATTN, "ucm_ray.integration.vllm.esa_backend.UcmCPUAttentionBackend")
-    register_backend(AttentionBackendEnum.FLASH_ATTN, "ucm_ray.integration.vllm.esa_backend_flash.UcmFlashAttentionBackend")
+    register_backend(AttentionBackendEnum.FLASH_ATTN,
+                     "ucm_ray.integration.vllm.esa_backend_flash.UcmFlashAttentionBackend")
 
 
 def _remember_parent(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

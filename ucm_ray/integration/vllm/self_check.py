@@ -36,7 +36,8 @@ def check_engine(virtual: VirtualSequences, corrector: PositionCorrector, vocab_
     virtual.run(thirds)
     last = len(paged.names) - 1
     for layer in (0, last):
-        for name, one, three in zip("KV", *(_read(paged, layer, blocks, 0, TOKENS) for blocks in (first, second)), strict=True):
+        whole, in_ranges = (_read(paged, layer, blocks, 0, TOKENS) for blocks in (first, second))
+        for name, one, three in zip("KV", whole, in_ranges, strict=True):
             _expect_close(f"{name} of layer {layer} recomputed in ranges", one, three, paged.dtype)
     shifted = np.concatenate([tokens[:SHIFT], tokens[:TOKENS]])
     virtual.run([Row(0, TOKENS + SHIFT, shifted, second)], num_layers=1)

@@ -63,8 +63,8 @@ def _check_against_model(blend: BlendSettings, config: VllmConfig) -> None:
                           "leave the key out or set the model's value")
     theta = (getattr(config.model_config.hf_text_config, "rope_parameters", None) or {}).get("rope_theta")
     if blend.rope_theta is not None and theta is not None and float(theta) != float(blend.rope_theta):
-        raise ConfigError(f"kv_connector_extra_config: rope_theta: found {blend.rope_theta}, but the model has {theta}; "
-                          "leave the key out or set the model's value")
+        raise ConfigError(f"kv_connector_extra_config: rope_theta: found {blend.rope_theta}, but the model has {theta}"
+                          "; leave the key out or set the model's value")
 
 
 def namespace_of(config: VllmConfig) -> Namespace:

@@ -41,7 +41,8 @@ class VirtualSequences:
         self.model, self.paged = model, paged
         self._vllm_config = vllm_config
         first = paged.layers[paged.names[0]]
-        # GPU builders may hold buffers for `max_num_seqs` sequences; the CPU's holds none, and many rows a pass save passes
+        # GPU builders may hold buffers for `max_num_seqs` sequences;
+        # the CPU's holds none, and many rows a pass save passes
         is_cpu = first.attn_backend.get_name() == "CPU_ATTN"
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens if is_cpu else (
             vllm_config.scheduler_config.max_num_seqs)
