@@ -344,7 +344,7 @@ def _mean(values: Sequence[float]) -> float:
 def print_report(found: dict[str, Any]) -> None:
     from ucm_ray.bench.report import table
 
-    table(found["rows"], "Blending", COLUMNS)
-    table(found["hkvd_layers"], "HKVD by layer", COLUMNS)
+    for title, rows in (("Blending", found["rows"]), ("HKVD by layer", found["hkvd_layers"])):
+        table(rows, title, [column for column in COLUMNS if any(column in row for row in rows)])
     if found["wins"]:
         table(found["wins"], "Prompts on which query has the lower KL")
