@@ -245,6 +245,7 @@ def test_without_a_copy_blocks_come_from_their_owner():
 @pytest.mark.parametrize("sizes", [(2, 3), (4, 2), (1, 4), (3, 1)])
 def test_resizing_loses_no_answer_and_moves_only_what_it_must(start, unsharded, sizes):
     pool, client = start(sizes[0])
+    client.wait_ready()
     expected = unsharded.submit(ask()).result(30)
     before = {shard.shard_id: set(KEYS) - set(shard.shard.missing(KEYS)[1]) for shard in pool.shards}
     pool.resize(sizes[1])
