@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.fake_nodes import FakeNodesCluster
+from tests.fake_nodes import FakeNodesCluster, kill_marked, marked_processes
 
 # the engine must never ask a hub; every test model is local
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -68,15 +68,7 @@ class ServiceProcess:
 
     def processes(self) -> list[int]:
         """Ids of all living processes of this service, Ray's and the engine's among them."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                mine = self.mark.encode() in (folder / "environ").read_bytes()
-                if mine and "\nState:\tZ" not in (folder / "status").read_text():
-                    found.append(int(folder.name))
-            except OSError:
-                continue  # ended meanwhile
-        return found
+        return [int(process.name) for process in marked_processes(self.mark)]
 
     def ray_address(self) -> str:
         """Address of the service's own Ray, as its raylet was told."""
@@ -99,11 +91,7 @@ class ServiceProcess:
 
     def kill(self) -> None:
         """Whatever happens, a test leaves nothing running."""
-        for process in self.processes():
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill_marked(self.mark)
         self.process.wait(timeout=30)
 
 

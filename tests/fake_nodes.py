@@ -11,9 +11,29 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+
+def marked_processes(mark: str) -> list[Path]:
+    """Folders in /proc of all living processes that were started with `mark` (`NAME=VALUE`) in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = mark.encode() in (process / "environ").read_bytes()
+            if mine and "\nState:\tZ" not in (process / "status").read_text():
+                found.append(process)
+        except OSError:
+            continue  # it ended meanwhile, or is not ours to read
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    for process in marked_processes(mark):
+        with suppress(ProcessLookupError):
+            os.kill(int(process.name), signal.SIGKILL)
 
 
 class FakeNodesCluster:
@@ -66,23 +86,12 @@ class FakeNodesCluster:
 
     def num_nodes(self) -> int:
         """Living nodes, the head among them: each has one raylet."""
-        return sum(b"/raylet/raylet" in command for command in self._commands())
-
-    def _commands(self) -> list[bytes]:
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (process / "environ").read_bytes():
-                    found.append((process / "cmdline").read_bytes().split(b"\0")[0])
-            except OSError:
-                continue  # it ended meanwhile, or is not ours to read
-        return found
+        count = 0
+        for process in marked_processes(self.mark):
+            with suppress(OSError):  # it ended meanwhile
+                count += b"/raylet/raylet" in (process / "cmdline").read_bytes().split(b"\0")[0]
+        return count
 
     def stop(self) -> None:
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (process / "environ").read_bytes():
-                    os.kill(int(process.name), signal.SIGKILL)
-            except (OSError, ValueError):
-                continue  # it ended meanwhile, or is not ours to read
+        kill_marked(self.mark)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -18,6 +18,8 @@ import openai
 import pytest
 import yaml
 
+from tests.fake_nodes import kill_marked
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 MODEL = "smollm2-135m-instruct"
@@ -51,12 +53,7 @@ class OwnRay:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
     def stop(self) -> None:
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if self._mark.encode() in (process / "environ").read_bytes():
-                    os.kill(int(process.name), signal.SIGKILL)
-            except (OSError, ProcessLookupError):
-                continue  # ended meanwhile
+        kill_marked(self._mark)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
