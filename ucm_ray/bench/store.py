@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +20,7 @@ NAMESPACE = "be" * 16
 # the default model
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 30, 3, 64
 DECODING_REQUESTS = 4
+FULL_AT_BYTES = 64 * 2**20
 
 
 def main(
@@ -193,6 +194,9 @@ class _Saver:
     def __exit__(self, *_: object) -> None:
         self._store.flush()
 
+    def close(self) -> None:
+        self._store.close()
+
 
 def _measure_decoding(root: Path, chunk_tokens: int, rounds: int, decode_tokens: int) -> dict[str, float]:
     """TPOT of a real engine with and without saving, in turn, in one process: the saving threads share its Python.
@@ -210,27 +214,35 @@ def _measure_decoding(root: Path, chunk_tokens: int, rounds: int, decode_tokens:
 
     llm = LLM(model=str(default_model()), dtype=_dtype(), max_model_len=2048, enforce_eager=True,
               enable_prefix_caching=False, max_num_seqs=DECODING_REQUESTS, disable_log_stats=True)
-    store = UcmConnectorFactory.create_connector({"storage_backends": str(root)}, rank=0)
     _decode(llm, 8)
     tokens_per_s = _prefill_rate(llm)
-    saver = _Saver(llm, store, chunk_tokens, tokens_per_s)
-    quiet, saving = [], []
+    # host memory that is full, its oldest chunks making room, as it is most of the time; and memory that still grows,
+    # where every chunk pays for the first touch of its pages
+    full, growing = (
+        _Saver(llm, UcmConnectorFactory.create_connector({"storage_backends": str(root / name), **config}, rank=0),
+               chunk_tokens, tokens_per_s)
+        for name, config in (("full", {"cache_capacity_bytes": FULL_AT_BYTES}), ("growing", {})))
+    with full:
+        while full.saved * _kv(chunk_tokens).nbytes < FULL_AT_BYTES:
+            _decode(llm, decode_tokens, full.after_step)
+    savers = (None, full, growing)
+    seconds: dict[_Saver | None, list[float]] = {saver: [] for saver in savers}
     for index in range(rounds):
-        # first one, then the other goes first: a machine that gets slower meanwhile favours neither
-        for with_saving in (index % 2 == 0, index % 2 == 1):
-            if with_saving:
-                with saver:
-                    saving.append(_decode(llm, decode_tokens, saver.after_step))
-            else:
-                quiet.append(_decode(llm, decode_tokens))
-    store.close()
+        # another one goes first in every round: a machine that gets slower meanwhile favours none
+        for saver in savers[index % 3:] + savers[:index % 3]:
+            with saver or nullcontext():
+                seconds[saver].append(_decode(llm, decode_tokens, saver.after_step if saver else None))
+    for saver in (full, growing):
+        saver.close()
     del llm
+    ratios = {saver: median([b / a for a, b in zip(seconds[None], seconds[saver], strict=True)]) for saver in savers}
     return {
-        "tpot_ratio_while_saving": median([b / a for a, b in zip(quiet, saving, strict=True)]),
-        "tpot_ms": median(quiet) * 1e3,
-        "tpot_ms_while_saving": median(saving) * 1e3,
+        "tpot_ratio_while_saving": ratios[full],
+        "tpot_ratio_while_growing": ratios[growing],
+        "tpot_ms": median(seconds[None]) * 1e3,
+        "tpot_ms_while_saving": median(seconds[full]) * 1e3,
         "saved_tokens_per_s": tokens_per_s,
-        "saved_chunks": saver.saved,
+        "saved_chunks": full.saved + growing.saved,
     }
 
 

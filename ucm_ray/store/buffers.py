@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 _GRAIN_BYTES = 64 * 1024
-_HUGE_PAGE_BYTES = 2 * 1024 * 1024
 # half a page away from the page borders that payloads start at in files: some processors copy several times slower
 # between addresses that are equal, or nearly so, modulo the page size
 _SKEW_BYTES = 2048
@@ -86,10 +85,9 @@ class BufferPool:
     def _allocate(self, size: int) -> np.ndarray:
         if self.pin_memory:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(memory, dtype=np.uint8)
+        # no huge pages: copies are as fast without, and where the system has to make them first (fragmented memory,
+        # virtual machines) a first touch costs several times as much
+        return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
 
     def _give_back(self, lease: _Lease) -> None:
         buffer = lease.buffer

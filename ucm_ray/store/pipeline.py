@@ -22,7 +22,6 @@ from ucm_ray.store.threads import run_anywhere, run_when_idle
 logger = logging.getLogger("ucm_ray.store")
 
 _CLOSE_TIMEOUT_S = 30.0
-_WRITERS = 2
 _BUFFERS_READY = 4  # for the chunks of the engine's next step
 
 
@@ -44,8 +43,10 @@ class Pipeline(KVStage):
         self.io_threads = io_threads
         self.save_queue_bytes = save_queue_bytes
         self._readers = ThreadPoolExecutor(io_threads, "ucm-store-read", initializer=run_anywhere)
-        # writing is waiting for the disk: a second chunk is prepared while the first one is forced out
-        self._writer = ThreadPoolExecutor(_WRITERS, "ucm-store-write", initializer=run_when_idle)
+        # Writing is waiting for the disk: a second chunk can be prepared while the first one is forced out. But beside
+        # an engine on these very processors two threads cost it more than one, which keeps up with it as well.
+        self._writer = ThreadPoolExecutor(2 if self._pool.pin_memory else 1, "ucm-store-write",
+                                          initializer=run_when_idle)
         self._queued_bytes = 0
         self._queued = 0
         self._queue = Condition()

@@ -14,6 +14,7 @@ import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 
 from ucm_ray.integration.vllm.blend_task import BlendTask
 from ucm_ray.integration.vllm.meta import BlendConnectorMeta, IngestJob, SaveJob, WorkerReport
@@ -47,7 +48,9 @@ class WorkerSide:
         parallel = vllm_config.parallel_config
         self._world_size = parallel.tensor_parallel_size
         self._rank = get_tp_group().rank_in_group if self._world_size > 1 else 0
-        self._store = UcmConnectorFactory.create_connector(settings.store_config(), self._rank, self._world_size)
+        # page-locked memory where a GPU copies from it
+        store = settings.store_config() | {"pin_memory": current_platform.is_cuda_alike()}
+        self._store = UcmConnectorFactory.create_connector(store, self._rank, self._world_size)
         self._store.on_evict.append(self._on_evict)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="ucm-read")
         self._ready = False
