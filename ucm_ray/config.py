@@ -137,7 +137,7 @@ class EsaSettings(_Section):
 
     enabled: bool = False
     sparse_ratio: float = Field(default=0.3, gt=0.0, le=1.0)
-    local_window_sz: int = Field(default=2, ge=0)
+    local_window_sz: int = Field(default=8, ge=0)
     init_window_sz: int = Field(default=1, ge=0)
     min_blocks: int = Field(default=4, ge=0)
     retrieval_stride: int = Field(default=5, ge=1)
@@ -149,6 +149,7 @@ class EsaSettings(_Section):
     fallback: Literal["last", "local", "dense"] = "last"
     retrieval_dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
     prompt_window: int = Field(default=32, ge=1, description="last prompt queries that choose the static share")
+    lexical_blocks: int = Field(default=8, ge=0, description="of the middle blocks: those that repeat the last tokens")
     drift_cosine: Ratio = Field(default=0.0, description="select early when queries turn further away; 0: never")
     per_head: bool = Field(default=True, description="a selection per KV head, where the backend can read that way")
     min_saved_bytes: Bytes = Field(default=32 * 2**20, description="read densely if a step saves less KV")

@@ -21,7 +21,7 @@ class Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        esa = {"sparse_ratio": 0.2, "retrieval_stride": 2, "min_blocks": 4, "min_saved_bytes": 0}
+        esa = {"sparse_ratio": 0.2, "retrieval_stride": 2, "local_window_sz": 2, "min_saved_bytes": 0}
         transfer = KVTransferConfig(
             kv_connector="BlendConnector",
             kv_connector_module_path="ucm_ray.integration.vllm.blend_connector",

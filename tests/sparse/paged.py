@@ -23,6 +23,7 @@ class Paged:
         self.lengths: dict[str, int] = {}
         self.prompts: dict[str, int] = {}
         self.ratios: dict[str, float | None] = {}
+        self.token_ids: dict[str, np.ndarray] = {}
         esa.register_kv_caches(self.caches)
 
     def start(self, request_id: str, prompt: int, ratio: float | None = None) -> None:
@@ -50,6 +51,7 @@ class Paged:
                     list(blocks),
                     num_prompt_tokens=self.prompts[request_id],
                     sparse_ratio=self.ratios[request_id],
+                    token_ids=self.token_ids[request_id][: computed + count] if request_id in self.token_ids else None,
                 )
             )
             self.lengths[request_id] = computed + count

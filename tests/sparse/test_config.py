@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 from ucm_ray.sparse import EsaConfig, UcmSparseFactory, UcmSparseRole
 
 
-def test_defaults_are_the_seeds():
+def test_defaults_are_the_seeds_but_for_the_window_which_is_as_long_as_the_seeds_in_tokens():
     config = EsaConfig()
-    assert (config.sparse_ratio, config.local_window_sz, config.init_window_sz, config.min_blocks) == (0.3, 2, 1, 4)
+    assert (config.sparse_ratio, config.init_window_sz, config.min_blocks) == (0.3, 1, 4)
+    assert config.local_window_sz * 32 == 2 * 128
     assert (config.retrieval_stride, config.retrieval_workers, config.retrieval_cache_size) == (5, 4, 10000)
 
 

@@ -2,6 +2,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from ucm_ray.retrieval.retriever import RetrievalFuture
 from ucm_ray.retrieval.worker import RetrievalWorker
 from ucm_ray.sparse import EsaConfig, ReqMeta, UcmSparseFactory, UcmSparseRole
 from ucm_ray.sparse.esa import ESA, EsaMetadata
+from ucm_ray.sparse.lexical import followers
 from ucm_ray.sparse.prompt_mass import prompt_block_mass
 
 _spec = importlib.util.spec_from_file_location("esa_paged", Path(__file__).with_name("paged.py"))
@@ -26,7 +28,8 @@ BLOCK, DIM, HEADS, KV_HEADS, LAYERS, Paged = (
 
 
 def make_esa(retriever=None, **config) -> ESA:
-    return ESA(UcmSparseRole.WORKER, config, retriever)
+    """With the seed's window: blocks are small here, and contexts short."""
+    return ESA(UcmSparseRole.WORKER, {"local_window_sz": 2, **config}, retriever)
 
 
 def test_the_seeds_usage_example_runs_as_written():
@@ -101,7 +104,7 @@ def test_a_prompt_in_chunks_and_shorter_than_a_block_starts_densely_and_grows():
     seen = [cache.step({"a": 1})[0].views[0] is not None for _ in range(40)]
     assert not seen[0] and seen[-1]
     first = 3 + seen.index(True)
-    announced = EsaConfig().first_sparse_position(3, 0.3, BLOCK)
+    announced = EsaConfig(local_window_sz=2).first_sparse_position(3, 0.3, BLOCK)
     assert first >= announced, "the scheduler has tainted from the announced token on"
 
 
@@ -312,3 +315,27 @@ def test_prompt_mass_is_softmax_attention_summed_by_block(monkeypatch, heads_at_
             for position, weight in enumerate(weights):
                 expected[head // 2, position // BLOCK] += weight
     assert torch.allclose(mass, expected, atol=1e-5)
+
+
+def test_blocks_that_repeat_the_last_tokens_are_read_once_each_whatever_was_selected():
+    cache = Paged(make_esa(sparse_ratio=0.5, retrieval_stride=3, lexical_blocks=3))
+    cache.token_ids["a"] = np.arange(400, dtype=np.int32)
+    cache.token_ids["a"][[9, 21, 33, 45]] = 7  # what followed stands in blocks 2, 5, 8 and 11
+    cache.start("a", 80)
+    cache.step({"a": 80})
+    for step in range(12):
+        position = cache.lengths["a"]
+        cache.token_ids["a"][position] = 7 if step % 2 == 0 else 1000 + step
+        selection = cache.esa.state("a").selection
+        ids = cache.token_ids["a"][: position + 1]
+        wanted = set(followers(ids, BLOCK, 3, selection.init, selection.local_start).tolist())
+        assert step != 0 or wanted == {5, 8, 11}
+        metadata, _, _ = cache.step({"a": 1})
+        for view in metadata.views:
+            assert view is not None
+            width = -(-view.max_seq_len // BLOCK)
+            for row in (view.block_table[:, :width].long() // KV_HEADS).tolist():
+                assert len(set(row)) == len(row), "a block read twice counts twice"
+                read = {cache.blocks["a"].index(block) for block in row}
+                assert wanted <= read
+                assert read <= set(metadata.requests[0].selected_blocks)

@@ -38,7 +38,7 @@ def test_sparse_and_dense_rows_of_a_batch_equal_the_reference(group, scheduled):
     layer = SimpleNamespace(isa=_get_attn_isa(torch.float32, BLOCK, DIM), layer_name="layer")
     cache = as_cpu_cache(plain, layer.isa)
 
-    esa = ESA(UcmSparseRole.WORKER, {"sparse_ratio": 0.3})
+    esa = ESA(UcmSparseRole.WORKER, {"sparse_ratio": 0.3, "local_window_sz": 2})
     esa.register_kv_caches([plain])
     order = torch.randperm(BLOCKS).tolist()
     lengths = [700, 833, 512]

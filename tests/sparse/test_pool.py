@@ -60,7 +60,8 @@ def shards(ray):
             clients.append(client)
             return client
 
-        esa = ESA(UcmSparseRole.WORKER, {"fallback": fallback, "deadline_ms": DEADLINE_MS, **config}, connect)
+        config = {"local_window_sz": 2, "fallback": fallback, "deadline_ms": DEADLINE_MS, **config}
+        esa = ESA(UcmSparseRole.WORKER, config, connect)
         cache = paged.Paged(esa)
         clients[0].wait_ready()
 
@@ -91,7 +92,7 @@ def decode(cache, steps: int) -> bool:
 
 def test_shards_select_what_this_process_would_select(shards):
     cache, _ = shards("dense", static_share=0.0, retrieval_stride=1)
-    local = paged.Paged(ESA(UcmSparseRole.WORKER, {"static_share": 0.0, "retrieval_stride": 1}))
+    local = paged.Paged(ESA(UcmSparseRole.WORKER, {"local_window_sz": 2, "static_share": 0.0, "retrieval_stride": 1}))
     for each in (cache, local):
         each.start("a", 60)
         each.step({"a": 60})

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 BLOCK_SIZE = 32
-COLUMNS = ("representation", "ratio", "mass", "mass_worst_head", "oracle_mass", "kl", "agreement")
-# The seed scores means, one selection for all heads of a layer and nothing static; the next three differ from the
-# default in what they name only.
-# `mean_128` is the seed's method on the 128-token blocks of UCM's accelerators.
+COLUMNS = (
+    "representation", "ratio", "read", "mass", "mass_worst_head", "oracle_mass", "kl", "kl_question", "kl_next",
+    "agreement",
+)
+KINDS = ("question", "next")
+_PLAIN = {"static_share": 0.0, "lexical_blocks": 0}
+_SEED = {"representation": "mean", "per_head": False, "local_window_sz": 2, **_PLAIN}
+# The seed scores means, one selection for all heads of a layer, nothing static or lexical, two blocks as local window;
+# `mean_128` is that on the 128-token blocks of UCM's accelerators. The next three retrieve their whole share.
 METHODS: dict[str, dict[str, Any]] = {
-    "mean": {"representation": "mean", "static_share": 0.0, "per_head": False},
-    "mean_128": {"representation": "mean", "static_share": 0.0, "per_head": False, "block_size": 128},
-    "minmax": {"representation": "minmax", "static_share": 0.0},
-    "mean_std": {"representation": "mean_std", "static_share": 0.0},
-    "cumulant": {"representation": "cumulant", "static_share": 0.0},
+    "mean": _SEED,
+    "mean_128": {**_SEED, "block_size": 128},
+    "minmax": {"representation": "minmax", **_PLAIN},
+    "mean_std": {"representation": "mean_std", **_PLAIN},
+    "cumulant": {"representation": "cumulant", **_PLAIN},
     "default": {},
 }
 
@@ -26,14 +33,20 @@ METHODS: dict[str, dict[str, Any]] = {
 def main(
     methods: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(METHODS)}.")] = ",".join(METHODS),
     ratios: Annotated[str, typer.Option(help="Shares of the middle blocks that are read.")] = "0.05,0.1,0.2,0.3",
-    contexts: Annotated[int, typer.Option(help="Texts.")] = 4,
-    context_tokens: Annotated[int, typer.Option(help="Tokens before the first decoded one.")] = 3072,
+    contexts: Annotated[int, typer.Option(help="Texts of each kind.", min=1)] = 4,
+    context_tokens: Annotated[
+        int, typer.Option(help="Tokens before the first decoded one, where a text goes on; questions have about 3,250.")
+    ] = 3072,
     tokens: Annotated[int, typer.Option(help="Teacher-forced tokens per text.")] = 64,
     stride: Annotated[int | None, typer.Option(help="Decode steps per selection; default: the product's.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a figure here (needs matplotlib).")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
 ) -> None:
-    """Quality of ESA on the default model, teacher-forced over natural text, by representation and ratio."""
+    """Quality of ESA on the default model, teacher-forced over natural text, by representation and ratio.
+
+    Texts of two kinds: `question`, twelve documents and a question, answered by the model itself (decoded densely and
+    greedily); `next`, documents in a row, of which the last goes on.
+    """
     from ucm_ray.bench.report import table, write_json
 
     names, shares = methods.split(","), [float(ratio) for ratio in ratios.split(",")]
@@ -65,33 +78,41 @@ def evaluate(
     import torch
 
     with torch.inference_mode():
-        decoder = _Decoder(context_tokens + tokens)
+        decoder = _Decoder()
         measured = {(name, ratio): _Measured() for name in names for ratio in ratios}
-        for text in texts(decoder.tokenizer, contexts, context_tokens + tokens):
-            decoder.prefill(text[:context_tokens])
-            dense = decoder.decode(text[context_tokens:], None, None)
+        for kind, prompt, rest in texts(decoder.tokenizer, contexts, context_tokens, tokens):
+            decoder.prefill(prompt, tokens)
+            if rest is None:
+                rest = decoder.answer(tokens)
+            dense = decoder.decode(rest, None, None)
             for (name, ratio), measure in measured.items():
-                sparse = decoder.decode(
-                    text[context_tokens:], {**METHODS[name], **changes, "sparse_ratio": ratio}, measure
-                )
-                measure.compare(dense, sparse)
+                sparse = decoder.decode(rest, {**METHODS[name], **changes, "sparse_ratio": ratio}, measure)
+                measure.compare(kind, dense, sparse)
     return [{"representation": name, "ratio": ratio, **measure.row()} for (name, ratio), measure in measured.items()]
 
 
-def texts(tokenizer, count: int, length: int) -> list:
-    """`count` token sequences of `length` tokens out of the documents of the repository, one after the other."""
-    import json
-
+def texts(tokenizer, contexts: int, context_tokens: int, tokens: int) -> Iterator[tuple[str, Any, Any]]:
+    """Kind, prompt and what is decoded after it (None: the model's own answer), token ids of the repository's texts."""
     import torch
 
-    documents = Path(__file__).parent.parent / "bench" / "data" / "documents.jsonl"
-    joined = "\n\n".join(
-        f"{item['title']}\n\n{item['text']}"
-        for item in map(json.loads, documents.read_text(encoding="utf-8").splitlines())
-    )
+    from ucm_ray.bench.data import evaluation_prompts
+
+    for prompt in evaluation_prompts(tokenizer, contexts):
+        yield "question", torch.tensor(prompt.token_ids), None
+    for ids in _rows_of_documents(tokenizer, contexts, context_tokens + tokens):
+        yield "next", ids[:context_tokens], ids[context_tokens:]
+
+
+def _rows_of_documents(tokenizer, count: int, length: int) -> list:
+    """`count` token sequences of `length` tokens out of the documents of the repository, one after the other."""
+    import torch
+
+    from ucm_ray.bench.data import load_documents
+
+    joined = "\n\n".join(f"{document.title}\n\n{document.text}" for document in load_documents())
     ids = torch.tensor(tokenizer(joined)["input_ids"])
     if len(ids) < length:
-        raise ValueError(f"{documents}: found {len(ids)} tokens of text, expected at least {length}")
+        raise ValueError(f"the documents: found {len(ids)} tokens of text, expected at least {length}")
     step = min(length, (len(ids) - length) // max(1, count - 1)) if count > 1 else 0
     return [ids[index * step : index * step + length] for index in range(count)]
 
@@ -101,12 +122,15 @@ class _Measured:
     """Sums over texts, steps and layers for one method and ratio."""
 
     mass: list = field(default_factory=list)  # [layers, heads] per step
+    read: list = field(default_factory=list)  # share of the blocks, per step
     oracle: list = field(default_factory=list)
     kl: list = field(default_factory=list)
     agreement: list = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
 
-    def compare(self, dense, sparse) -> None:
-        """Logits `[tokens, vocabulary]`."""
+    def compare(self, kind: str, dense, sparse) -> None:
+        """Logits `[tokens, vocabulary]` of one text."""
+        self.kinds.append(kind)
         expected, found = dense.double().log_softmax(-1), sparse.double().log_softmax(-1)
         self.kl.append((expected.exp() * (expected - found)).sum(-1))
         self.agreement.append((expected.argmax(-1) == found.argmax(-1)).double())
@@ -122,7 +146,9 @@ class _Measured:
             "oracle_mass": float(oracle.mean()),
             "mass_of_oracle": float(mass.mean() / oracle.mean()),
             "kl": float(kl.mean()),
+            **{f"kl_{kind}": float(kl[[found == kind for found in self.kinds]].mean()) for kind in KINDS},
             "kl_by_text": kl.mean(1).tolist(),
+            "read": sum(self.read) / len(self.read),
             "agreement": float(agreement.mean()),
         }
 
@@ -130,7 +156,7 @@ class _Measured:
 class _Decoder:
     """The default model with attention of our own over one growing sequence, prefilled once per text."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -146,17 +172,30 @@ class _Decoder:
         config = self.model.config
         self.layers, self.kv_heads = config.num_hidden_layers, config.num_key_value_heads
         self.head_dim = config.hidden_size // config.num_attention_heads
-        size = -(-max_tokens // 128) * 128
-        self.keys, self.values = (
-            [torch.zeros(self.kv_heads, size, self.head_dim) for _ in range(self.layers)] for _ in "kv"
-        )
         self.esa = self.metadata = self.measure = None
         self.tails: list = [None] * self.layers
 
-    def prefill(self, token_ids) -> None:
+    def prefill(self, token_ids, tokens: int) -> None:
+        """Start a new text, with room for `tokens` more."""
+        import torch
+
         self.prompt = len(token_ids)
+        self.token_ids = np.concatenate([token_ids.numpy().astype(np.int32), np.zeros(tokens, np.int32)])
+        size = -(-len(self.token_ids) // 128) * 128
+        self.keys, self.values = (
+            [torch.zeros(self.kv_heads, size, self.head_dim) for _ in range(self.layers)] for _ in "kv"
+        )
         self.esa = None
-        self._forward(token_ids, 0)
+        self.first = self._forward(token_ids, 0)[0].argmax()
+
+    def answer(self, tokens: int):
+        """The next `tokens` token ids, decoded densely and greedily."""
+        import torch
+
+        found = [self.first]
+        while len(found) < tokens:
+            found.append(self._forward(found[-1][None], self.prompt + len(found) - 1)[0].argmax())
+        return torch.stack(found)
 
     def decode(self, token_ids, config: dict[str, Any] | None, measure: _Measured | None):
         """Logits `[len(token_ids), vocabulary]` that predict what follows each token; None: dense."""
@@ -167,6 +206,7 @@ class _Decoder:
         logits = []
         for index, token in enumerate(token_ids):
             position = self.prompt + index
+            self.token_ids[position] = token
             if self.esa is not None:
                 self.metadata = self._metadata(position, 1)
                 self._masses: list = [None] * self.layers
@@ -174,6 +214,7 @@ class _Decoder:
             if self.esa is not None:
                 self.esa.finish_step()
                 if measure is not None:
+                    measure.read.append(self._read)
                     measure.mass.append(torch.stack([kept for kept, _ in self._masses]))
                     measure.oracle.append(torch.stack([best for _, best in self._masses]))
         if self.esa is not None:
@@ -215,7 +256,10 @@ class _Decoder:
         from ucm_ray.sparse.esa import EsaMetadata
 
         blocks = list(range(-(-(computed + scheduled) // self.block_size)))
-        meta = ReqMeta("text", 0, scheduled, computed, blocks, num_prompt_tokens=self.prompt)
+        meta = ReqMeta(
+            "text", 0, scheduled, computed, blocks, num_prompt_tokens=self.prompt,
+            token_ids=self.token_ids[: computed + scheduled],
+        )
         return EsaMetadata([meta], [0, scheduled])
 
     def _read_keys(self, layer: int, block_ids):
@@ -256,10 +300,11 @@ class _Decoder:
         weights = logits.softmax(-1)
         if view is None:
             full = torch.ones(logits.shape[:2]).flatten()
-            self._masses[layer] = (full, full)
+            self._masses[layer], self._read = (full, full), 1.0
             return logits
         num_blocks = -(-length // self.block_size)
         width = -(-int(view.seq_lens[0]) // self.block_size)
+        self._read = width / num_blocks
         groups = view.block_table.shape[0]
         chosen = torch.zeros(groups, num_blocks, dtype=torch.bool)
         chosen.scatter_(1, view.block_table[:, :width].long() // groups, True)

@@ -11,16 +11,21 @@ FALLBACKS = ("last", "local", "dense")
 
 
 class Budget(NamedTuple):
-    """Which of a request's blocks are read: `[0, init)`, `num_middle` of `[init, local_start)`, `[local_start, n)`."""
+    """Which of a request's blocks are read: `[0, init)`, `num_middle` of `[init, local_start)`, `[local_start, n)`.
+
+    Up to `num_lexical` of the middle ones are those that repeat the last tokens.
+    """
 
     init: int
     local_start: int
     num_middle: int
+    num_lexical: int
 
 
 @dataclass(frozen=True)
 class EsaConfig:
-    """The first seven keys and their defaults are the seed's.
+    """The first seven keys are the seed's, and so are their defaults, but for the local window: the seed's 2 blocks are
+    256 tokens on the accelerators it was written for, and so are 8 of 32.
 
     Attributes:
         sparse_ratio: share of the middle blocks (neither init nor local) that are read, at least one of them.
@@ -34,6 +39,8 @@ class EsaConfig:
         static_share: share of the middle budget given, once and for good, to the blocks that the last prompt queries
             attended to; representations are blind to single tokens that draw attention from everywhere.
         prompt_window: how many of the last prompt queries are asked.
+        lexical_blocks: of the middle budget, at most that many blocks (and at most half) are chosen anew in every step:
+            those that hold what followed earlier occurrences of the last tokens, see `lexical.followers`.
         drift_cosine: select early when a request's queries have turned away from those it was selected with, that is,
             when their cosine (mean over layers) falls below this; 0 never does.
         deadline_ms: how long a step waits for an answer it needs.
@@ -44,7 +51,7 @@ class EsaConfig:
     """
 
     sparse_ratio: float = 0.3
-    local_window_sz: int = 2
+    local_window_sz: int = 8
     init_window_sz: int = 1
     min_blocks: int = 4
     retrieval_stride: int = 5
@@ -54,6 +61,7 @@ class EsaConfig:
     representation: str = "cumulant"
     static_share: float = 0.5
     prompt_window: int = 32
+    lexical_blocks: int = 8
     drift_cosine: float = 0.0
     deadline_ms: float = 5.0
     fallback: str = "last"
@@ -72,6 +80,7 @@ class EsaConfig:
             ("prompt_window", 1, None),
             ("deadline_ms", 0.0, None),
             ("min_saved_bytes", 0, None),
+            ("lexical_blocks", 0, None),
         ):
             value = getattr(self, name)
             if value < low or (high is not None and value > high):
@@ -94,7 +103,9 @@ class EsaConfig:
         if ratio >= 1.0 or num_blocks <= self.min_blocks or middle < 2:
             return None
         num_middle = max(1, math.ceil(middle * ratio))
-        return None if num_middle >= middle else Budget(init, local_start, num_middle)
+        if num_middle >= middle:
+            return None
+        return Budget(init, local_start, num_middle, min(self.lexical_blocks, num_middle // 2))
 
     def first_sparse_position(self, num_dense_tokens: int, ratio: float, block_size: int) -> int | None:
         """The first token, at or after `num_dense_tokens`, that may be decoded sparsely; None if there is none."""

@@ -5,8 +5,9 @@ tables of all layers; `attention_begin` of every layer keeps the queries that th
 publishes the representations of blocks that filled and selects for the steps to come. So the queries of step t choose
 what steps t+1 ... t+stride read, and no layer waits for a selection.
 
-The first half of a selection is static (`prompt_mass`), the second is retrieved (`retriever`). See FINDINGS in
-docs/esa.md for the numbers behind the defaults.
+A part of a selection is static (`prompt_mass`), the rest is retrieved (`retriever`); in every step the least of the
+retrieved blocks give way to those that repeat the last tokens (`lexical`). docs/esa.md has the numbers behind the
+defaults.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ucm_ray.retrieval.retriever import Retriever
 from ucm_ray.retrieval.worker import RetrievalWorker
 from ucm_ray.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm_ray.sparse.config import Budget, EsaConfig
+from ucm_ray.sparse.lexical import followers
 from ucm_ray.sparse.prompt_mass import prompt_block_mass
 from ucm_ray.sparse.request import ReqMeta, RequestState, Selection
 
@@ -121,6 +123,7 @@ class ESA(UcmSparseBase):
         self.block_size, self.num_kv_heads, self.head_dim = block_size, num_kv_heads, head_dim
         self.kv_block_bytes = 2 * block_size * num_kv_heads * head_dim * first.element_size()
         self.groups = num_kv_heads if self.settings.per_head else 1
+        self._heads = torch.arange(self.groups, dtype=torch.int32)[:, None]
         self._queries: list[torch.Tensor | None] = [None] * self.num_layers
         self._laid_out_for: list[str] = []
         self._geometry = Geometry(
@@ -270,11 +273,11 @@ class ESA(UcmSparseBase):
 
     def _width(self, meta: ReqMeta, state: RequestState) -> int:
         """Blocks a row reads: init, middle, and all from the local window's start on."""
-        init, local_start, middle = state.selection
-        return init + middle.shape[-1] + self._num_blocks(meta.num_tokens) - local_start
+        selection = state.selection
+        return selection.init + selection.middle.shape[-1] + self._num_blocks(meta.num_tokens) - selection.local_start
 
     def _lay_out(self, metadata: EsaMetadata, sparse: list[tuple[ReqMeta, RequestState]]) -> None:
-        """Block tables of all layers. A row changes with its selection or a new block, not with every token."""
+        """Block tables of all layers. Most of a row changes with its selection or a new block, not with every token."""
         if not sparse:
             self._tables = None
             return
@@ -284,7 +287,7 @@ class ESA(UcmSparseBase):
             if self._written[row] != (state.version, width):
                 self._written[row] = (state.version, width)
                 self._write_table(self._laid_out[:, row, :, :width], meta, state)
-            meta.selected_blocks = state.selected_blocks
+            self._write_lexical(self._laid_out[:, row, :, :width], meta, state)
         self._tables = self._laid_out.flatten(1, 2).to(self.device)
         lengths = [
             (width - 1) * self.block_size + (meta.num_tokens - 1) % self.block_size + 1
@@ -312,18 +315,41 @@ class ESA(UcmSparseBase):
 
     def _write_table(self, table: torch.Tensor, meta: ReqMeta, state: RequestState) -> None:
         """Fill `[num_layers, groups, width]`. The block being filled comes last: only it may be part full."""
-        init, local_start, middle = state.selection
+        selection = state.selection
+        init, middle = selection.init, selection.middle
         blocks = torch.from_numpy(state.block_ids)[: self._num_blocks(meta.num_tokens)]
         k = middle.shape[-1]
         table[..., :init] = blocks[:init]
         table[..., init : init + k] = blocks[middle]
-        table[..., init + k :] = blocks[local_start:]
+        table[..., init + k :] = blocks[selection.local_start :]
         if self.groups > 1:
-            table.mul_(self.groups).add_(torch.arange(self.groups, dtype=torch.int32)[:, None])
+            table.mul_(self.groups).add_(self._heads)
         chosen = np.zeros(len(blocks), bool)
         chosen[middle.numpy()] = True
-        chosen[:init] = chosen[local_start:] = True
+        chosen[:init] = chosen[selection.local_start :] = True
         state.selected_blocks = np.flatnonzero(chosen).tolist()
+
+    def _write_lexical(self, table: torch.Tensor, meta: ReqMeta, state: RequestState) -> None:
+        """Put the blocks that repeat the last tokens into the places the selection leaves them."""
+        meta.selected_blocks = state.selected_blocks
+        selection = state.selection
+        if not selection.num_lexical or meta.token_ids is None:
+            return
+        wanted = followers(
+            meta.token_ids, self.block_size, selection.num_lexical, selection.init, selection.local_start
+        )
+        found = selection.with_blocks(wanted)
+        end = selection.init + selection.middle.shape[-1]
+        places = table[..., end - selection.num_lexical : end]
+        places.copy_(torch.from_numpy(state.block_ids)[found])
+        if self.groups > 1:
+            places.mul_(self.groups).add_(self._heads)
+        if len(wanted):
+            chosen = np.zeros(self._num_blocks(meta.num_tokens), bool)
+            chosen[: selection.init] = chosen[selection.local_start :] = True
+            chosen[np.flatnonzero(selection.is_fixed.numpy().any((0, 1)))] = True
+            chosen[found.numpy()] = True
+            meta.selected_blocks = np.flatnonzero(chosen).tolist()
 
     def _count(self, sparse: list[tuple[ReqMeta, RequestState]]) -> None:
         narrowed = {id(state) for _, state in sparse}
@@ -391,7 +417,7 @@ class ESA(UcmSparseBase):
         budget = self.settings.budget(self._num_blocks(state.num_tokens + 1), state.ratio)
         if budget is None:
             return []
-        num_static = int(budget.num_middle * self.settings.static_share)
+        num_static = int((budget.num_middle - budget.num_lexical) * self.settings.static_share)
         if num_static:
             state.static = self._static_blocks(state, tails, budget, num_static)
         return [(state, torch.stack([tail[-1] for tail in tails]))]
@@ -481,15 +507,16 @@ class ESA(UcmSparseBase):
         """Join the static and the retrieved share into the request's selection."""
         budget = pending.budget
         blocks = torch.from_numpy(answer.blocks[pending.index, ..., : budget.num_middle]).long()
-        if state.static is not None:
-            scores = torch.from_numpy(answer.scores[pending.index, ..., : budget.num_middle]).clone()
-            static = state.static[..., : budget.num_middle]
-            is_static = torch.zeros(*static.shape[:2], budget.local_start, dtype=torch.bool)
-            is_static.scatter_(-1, static, True)
-            scores.masked_fill_(is_static.gather(-1, blocks), float("-inf"))
-            best = scores.topk(budget.num_middle - static.shape[-1]).indices
-            blocks = torch.cat([static, blocks.gather(-1, best)], -1)
-        state.selection = Selection(budget.init, budget.local_start, blocks)
+        scores = torch.from_numpy(answer.scores[pending.index, ..., : budget.num_middle]).clone()
+        static = blocks[..., :0] if state.static is None else state.static[..., : budget.num_middle]
+        is_static = torch.zeros(*static.shape[:2], budget.local_start, dtype=torch.bool)
+        is_static.scatter_(-1, static, True)
+        scores.masked_fill_(is_static.gather(-1, blocks), float("-inf"))
+        best = scores.topk(budget.num_middle - static.shape[-1]).indices
+        blocks = torch.cat([static, blocks.gather(-1, best)], -1)
+        state.selection = Selection.of(
+            budget.init, budget.local_start, blocks, min(budget.num_lexical, best.shape[-1])
+        )
         state.selected_with = pending.vectors
         state.version += 1
         state.age = pending.age - 1

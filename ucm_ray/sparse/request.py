@@ -28,6 +28,7 @@ class ReqMeta:
     num_prompt_tokens: int = 0  # tokens that are prefilled, not decoded; always read densely
     sparse_ratio: float | None = None  # None: the configured one
     first_sparse_token: int = 0  # tokens before this one are read densely whatever the budget says
+    token_ids: np.ndarray | None = None  # `[num_tokens]`, this step's included; None: nothing is chosen by them
 
     @property
     def num_tokens(self) -> int:
@@ -57,12 +58,33 @@ class Selection(NamedTuple):
     """What a request reads until the next selection.
 
     `middle` int64 `[num_layers, groups, k]`, positions in the request's block list, any order; a group is a KV head,
-    or all of them. Everything from `local_start` on is read as well.
+    or all of them. Everything from `local_start` on is read as well. The last `num_lexical` of `middle`, best first,
+    give way to blocks that repeat the last tokens. `is_fixed` bool `[num_layers, groups, local_start]`: the others.
     """
 
     init: int
     local_start: int
     middle: torch.Tensor
+    num_lexical: int
+    is_fixed: torch.Tensor
+
+    @classmethod
+    def of(cls, init: int, local_start: int, middle: torch.Tensor, num_lexical: int) -> Selection:
+        is_fixed = torch.zeros(*middle.shape[:2], local_start, dtype=torch.bool)
+        is_fixed.scatter_(-1, middle[..., : middle.shape[-1] - num_lexical], True)
+        return cls(init, local_start, middle, num_lexical, is_fixed)
+
+    def with_blocks(self, wanted: np.ndarray) -> torch.Tensor:
+        """`[num_layers, groups, num_lexical]`: the wanted blocks that are not fixed, then the best of the rest."""
+        rest = self.middle[..., self.middle.shape[-1] - self.num_lexical :]
+        if not len(wanted):
+            return rest
+        wanted = torch.from_numpy(wanted)
+        candidates = torch.cat([wanted.expand(*rest.shape[:2], -1), rest], -1)
+        is_double = torch.cat([self.is_fixed[..., wanted], torch.isin(rest, wanted)], -1)
+        # what is not double comes first, in its order: among the wanted and the rest there is always enough of it
+        order = is_double.to(torch.uint8).argsort(dim=-1, stable=True)[..., : self.num_lexical]
+        return candidates.gather(-1, order)
 
 
 @dataclass

@@ -19,6 +19,7 @@ class EsaRequestStep:
     num_prompt_tokens: int = 0  # with `replace`: tokens that are prefilled, the rest is decoded
     ratio: float = 1.0  # with `replace`
     first_sparse: int = 0  # with `replace`: tokens from here on are tainted, those before must stay exact
+    token_ids: np.ndarray | None = None  # with `replace`: int32, the tokens that are prefilled
 
 
 @dataclass

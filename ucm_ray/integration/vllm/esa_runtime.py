@@ -21,6 +21,7 @@ from ucm_ray.integration.vllm.esa_kernels import kernel_for
 from ucm_ray.integration.vllm.esa_meta import EsaReport, EsaRequestStep, EsaStepMeta
 from ucm_ray.integration.vllm.esa_scheduler import unsupported
 from ucm_ray.integration.vllm.paged_kv import PagedKV, paged_kv_for
+from ucm_ray.integration.vllm.plugin import root_module
 from ucm_ray.retrieval.packed import Geometry
 from ucm_ray.retrieval.retriever import Retriever
 from ucm_ray.retrieval.worker import RetrievalWorker
@@ -39,7 +40,14 @@ class _Request:
     num_prompt_tokens: int
     ratio: float
     first_sparse: int
+    token_ids: np.ndarray | None = None  # int32, the first ones known, with room for those to come
     blocks: list[int] = field(default_factory=list)
+
+    def put(self, position: int, token_id: int) -> None:
+        """A token that is decoded."""
+        if position >= len(self.token_ids):
+            self.token_ids = np.concatenate([self.token_ids, np.zeros(max(64, position // 4), np.int32)])
+        self.token_ids[position] = token_id
 
 
 class EsaRuntime:
@@ -61,6 +69,8 @@ class EsaRuntime:
         self._by_slot_block: dict[int, EsaRequestStep] | None = None
         self._attn_metadata: Any = None
         self._metadata: EsaMetadata | None = None
+        self._input_ids: torch.Tensor | None = None
+        self._hook: Any = None
         if self.disabled:
             logger.warning("ESA is off: %s", self.disabled)
             return
@@ -82,6 +92,15 @@ class EsaRuntime:
             head_dim=self._paged.head_dim,
         )
         esa_backend.RUNTIME = self
+        if self._settings.lexical_blocks:
+            # the scheduler may be a step ahead of the last sampled token; what the model is given is always right
+            self._hook = root_module(next(iter(layers.values()))).register_forward_pre_hook(
+                self._see_input, with_kwargs=True
+            )
+
+    def _see_input(self, _module, args, kwargs) -> None:
+        """Before every forward of the model, those of blending passes included."""
+        self._input_ids = kwargs.get("input_ids", args[0] if args else None)
 
     def _retriever_maker(self, retrieval: dict[str, Any]) -> Callable[[Geometry], Retriever] | None:
         """Connects to the Ray pool; None: ESA scores in this process."""
@@ -130,7 +149,9 @@ class EsaRuntime:
         for item in step.requests:
             if item.replace:
                 self.esa.forget([item.request_id])
-                self._requests[item.request_id] = _Request(item.num_prompt_tokens, item.ratio, item.first_sparse)
+                self._requests[item.request_id] = _Request(
+                    item.num_prompt_tokens, item.ratio, item.first_sparse, item.token_ids
+                )
             request = self._requests[item.request_id]
             request.blocks.extend(self._kernel_blocks(item.block_ids))
             last = item.num_computed_tokens + item.num_scheduled_tokens - 1
@@ -163,6 +184,8 @@ class EsaRuntime:
     def shutdown(self) -> None:
         if esa_backend.RUNTIME is self:
             esa_backend.RUNTIME = None
+        if self._hook is not None:
+            self._hook.remove()
         if not self.disabled:
             self.esa.close()
 
@@ -213,12 +236,17 @@ class EsaRuntime:
         ends = [end - 1 for end in starts[1:]]
         slots = attn_metadata.slot_mapping[ends].tolist()
         block_size = self._paged.block_size
+        token_ids = self._input_ids[ends].tolist() if self._input_ids is not None else None
         requests = []
         for row, slot in enumerate(slots):
             item = self._by_slot_block.get(slot // block_size)
             if item is None or item.num_scheduled_tokens != starts[row + 1] - starts[row]:
                 continue
             request = self._requests[item.request_id]
+            end = item.num_computed_tokens + item.num_scheduled_tokens
+            known = token_ids is not None and request.token_ids is not None
+            if known and end > request.num_prompt_tokens:
+                request.put(end - 1, token_ids[row])
             requests.append(
                 ReqMeta(
                     item.request_id,
@@ -229,6 +257,7 @@ class EsaRuntime:
                     num_prompt_tokens=request.num_prompt_tokens,
                     sparse_ratio=request.ratio,
                     first_sparse_token=request.first_sparse,
+                    token_ids=request.token_ids[:end] if known else None,
                 )
             )
         return EsaMetadata(requests, starts) if requests else None

@@ -143,6 +143,7 @@ class EsaScheduler:
             prefilled,
             tracked.ratio,
             tracked.first_sparse,
+            np.asarray(tracked.request.all_token_ids[:prefilled], np.int32) if self.settings.lexical_blocks else None,
         )
 
     def _leave(self, request_id: str) -> None:
