@@ -114,8 +114,7 @@ def request_router(settings: Settings) -> dict[str, Any]:
         return {}
     return {"request_router_config": RequestRouterConfig(
         request_router_class="ucm_ray.serve.router.ChunkAwareRouter",
-        request_router_kwargs={"capacity_bytes": settings.store.cache_capacity_bytes,
-                               "load_weight": settings.service.router_load_weight},
+        request_router_kwargs={"load_weight": settings.service.router_load_weight},
     )}
 
 
