@@ -74,7 +74,8 @@ def test_serve_run_answers_a_chat_completion_and_ends_with_ctrl_c(own_ray: OwnRa
     port = free_port()
     own_ray.run("serve", "start", "--http-host=127.0.0.1", f"--http-port={port}")
     with open(log, "wb") as out:
-        serving = subprocess.Popen([BIN / "serve", "run", "serve_app:app", f"config={config}", "blend.budget=0.2"],
+        serving = subprocess.Popen([BIN / "serve", "run", "serve_app:app", f"config={config}", "blend.budget=0.2",
+                                    "service.port=8123"],
                                    env=own_ray.environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     deadline_s = time.monotonic() + 500
     while "Application 'default' is ready" not in log.read_text():
@@ -86,6 +87,9 @@ def test_serve_run_answers_a_chat_completion_and_ends_with_ctrl_c(own_ray: OwnRa
             messages=[{"role": "user", "content": "What is the capital of France? Answer in one word."}])
     assert "Paris" in answer.choices[0].message.content
     assert answer.model_extra["kv_transfer_params"]["ucm"]["blend"]["reason"]
+    said = f"service.port=8123 has no effect: Ray Serve listens on 127.0.0.1:{port}"
+    logs = Path(own_ray.folder).glob("session_*/logs/serve/replica_*UcmIngress*.log")
+    assert any(said in one.read_text() for one in logs), "nobody was told that Serve's own port counts"
     serving.send_signal(signal.SIGINT)
     assert serving.wait(timeout=90) == 0
 

@@ -69,6 +69,8 @@ def llm_config(settings: Settings) -> LLMConfig:
                 "initial_replicas": max(service.min_replicas, 1),
                 # Ray Serve LLM's default is 1e9, with which nothing ever scales
                 "target_ongoing_requests": service.target_ongoing_requests,
+                "upscale_delay_s": service.upscale_delay_s,
+                "downscale_delay_s": service.downscale_delay_s,
             },
             "max_ongoing_requests": service.max_ongoing_requests,
             "ray_actor_options": {"num_cpus": 0},  # the replica's share is in the placement group
