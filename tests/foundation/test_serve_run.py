@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import yaml
@@ -92,6 +93,30 @@ def test_serve_run_answers_a_chat_completion_and_ends_with_ctrl_c(own_ray: OwnRa
     assert any(said in one.read_text() for one in logs), "nobody was told that Serve's own port counts"
     serving.send_signal(signal.SIGINT)
     assert serving.wait(timeout=90) == 0
+
+
+@pytest.mark.timeout(400)
+def test_where_an_application_default_runs_serve_refuses_and_leaves_it_alone(own_ray: OwnRay, tmp_path: Path) -> None:
+    port = free_port()
+    own_ray.run("python", "-c", f"""
+from ray import serve
+
+@serve.deployment(ray_actor_options={{"num_cpus": 0}})
+class Other:
+    def __call__(self, request):
+        return "somebody else's"
+
+serve.start(http_options={{"host": "127.0.0.1", "port": {port}}})
+serve.run(Other.bind(), name="default")
+""")
+    done = subprocess.run(
+        [sys.executable, "-m", "ucm_ray", "serve", "--port", str(free_port()), f"store.storage_backends={tmp_path}"],
+        env=own_ray.environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("ucm-ray: an application called 'default' runs on the Ray cluster at 127.0.0.1"), done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert httpx.get(f"http://127.0.0.1:{port}/", timeout=60).text == "somebody else's"
 
 
 @pytest.mark.parametrize(("options", "variable", "words"), [

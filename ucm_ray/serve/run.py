@@ -52,11 +52,11 @@ def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bo
 
             # before the application is built: Ray Serve LLM asks Ray for its runtime context while building
             _connect(ray, address, verbose)
-            app = application(settings)
-            serve.start(http_options={"host": settings.service.host, "port": settings.service.port})
             if _APP in serve.status().applications:
                 raise StartError(f"an application called {_APP!r} runs on the Ray cluster at {address} already; "
                                  "`serve deploy` replaces it, `serve shutdown` ends it")
+            app = application(settings)
+            serve.start(http_options={"host": settings.service.host, "port": settings.service.port})
             deployed = True
             _deploy(serve, app)
         ready = True
