@@ -132,8 +132,9 @@ def test_a_stored_chunk_says_who_computed_it_and_the_prompt_goes_there(copy):
 def test_text_in_no_store_yet_is_followed_by_the_keys_it_will_be_saved_by(copy):
     """A conversation goes on before the store lists what was computed for its first turn."""
     pair = Pair(copy._residency)
-    tell(copy, ("one", text(0)))
     turn = text(5, 300)
+    assert prompt_chunks(turn, SPACE, copy, ChunkAnalyzer(64, 0.5, 16), 64) == ([], []), "its size is not known"
+    tell(copy, ("one", text(0)))
     found, fresh = prompt_chunks(turn, SPACE, copy, ChunkAnalyzer(64, 0.5, 16), 64)
     assert found == [] and [chunk.num_bytes for chunk in fresh] == [100] * 4
     assert [chunk.key for chunk in fresh] == [chunk_key(SPACE, turn[start:start + 64]) for start in (0, 64, 128, 192)]

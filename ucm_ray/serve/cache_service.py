@@ -296,7 +296,10 @@ class CacheService:
 
 def prompt_chunks(ids: np.ndarray, namespace: str, copy: DirectoryCopy, analyzer: ChunkAnalyzer,
                   chunk_tokens: int) -> tuple[Chunks, Chunks]:
-    """What is stored of a prompt, int32 [tokens], and the rest of it under the keys it will be saved by."""
+    """What is stored of a prompt, int32 [tokens], and the rest of it under the keys it will be saved by.
+
+    There is no rest while nothing at all is stored: its size is not known, or nothing is ever saved.
+    """
     matched = [chunk for chunk in analyzer.analyze(ids, copy.index(namespace)) if chunk.matched]
     stored = [PromptChunk(chunk.source_block_id, chunk.num_tokens, copy.num_bytes(namespace, chunk.source_block_id))
               for chunk in matched]
@@ -306,7 +309,7 @@ def prompt_chunks(ids: np.ndarray, namespace: str, copy: DirectoryCopy, analyzer
     num_bytes = int(chunk_tokens * copy.token_bytes)
     fresh = [PromptChunk(chunk_key(namespace, ids[start:start + chunk_tokens]), chunk_tokens, num_bytes)
              for start in range(0, len(ids) - chunk_tokens + 1, chunk_tokens)
-             if not known[start:start + chunk_tokens].all()]
+             if num_bytes and not known[start:start + chunk_tokens].all()]
     return stored, fresh
 
 
