@@ -122,7 +122,7 @@ def test_a_stored_chunk_says_who_computed_it_and_the_prompt_goes_there(copy):
     first, second = text(1), text(2)
     stored = tell(copy, ("two", first), ("one", second))
     ids = np.concatenate([text(3, 40), first, text(4, 30)])
-    found, fresh = prompt_chunks(ids, SPACE, copy, ChunkAnalyzer(64, 0.5, 16), 64)
+    found, fresh = prompt_chunks(ids, SPACE, copy, ChunkAnalyzer(64, 0.5, 16), 64, 2)
     assert found == stored[:1] and sum(chunk.num_tokens for chunk in fresh) <= 128
     for _ in range(5):
         assert pair.ranks(found, fresh) == [["two"], ["one"]]
@@ -133,15 +133,13 @@ def test_text_in_no_store_yet_is_followed_by_the_keys_it_will_be_saved_by(copy):
     """A conversation goes on before the store lists what was computed for its first turn."""
     pair = Pair(copy._residency)
     turn = text(5, 300)
-    assert prompt_chunks(turn, SPACE, copy, ChunkAnalyzer(64, 0.5, 16), 64) == ([], []), "its size is not known"
-    tell(copy, ("one", text(0)))
-    found, fresh = prompt_chunks(turn, SPACE, copy, ChunkAnalyzer(64, 0.5, 16), 64)
-    assert found == [] and [chunk.num_bytes for chunk in fresh] == [100] * 4
+    found, fresh = prompt_chunks(turn, SPACE, copy, ChunkAnalyzer(64, 0.5, 16), 64, 2)
+    assert found == [] and [chunk.num_bytes for chunk in fresh] == [128] * 4
     assert [chunk.key for chunk in fresh] == [chunk_key(SPACE, turn[start:start + 64]) for start in (0, 64, 128, 192)]
     home = pair.ranks(found, fresh)[0][0]
     longer = np.concatenate([turn, text(6, 100)])
     for _ in range(5):
-        assert pair.ranks(*prompt_chunks(longer, SPACE, copy, ChunkAnalyzer(64, 0.5, 16), 64))[0] == [home]
+        assert pair.ranks(*prompt_chunks(longer, SPACE, copy, ChunkAnalyzer(64, 0.5, 16), 64, 2))[0] == [home]
 
 
 def test_what_a_replica_computes_pushes_out_what_it_held():

@@ -116,7 +116,7 @@ def test_a_conversation_goes_on_where_its_text_was_computed(pair, client, docume
     for talk in range(3):
         messages = [{"role": "system", "content": f"You are reader number {talk}."}]
         for turn in range(3):
-            told = documents[16 + turn].text[::-1][:600]  # text that no other test stores
+            told = documents[11 + 3 * talk + turn].text[::-1][:600]  # text that no other test stores
             messages += [{"role": "user", "content": f"{talk}: {told}"}]
             homes.append(ucm_of(ask(pair, {"messages": messages}, max_tokens=4)[0])["replica"])
             messages += [{"role": "assistant", "content": f"That was part {turn}."}]

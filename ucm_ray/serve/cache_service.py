@@ -173,7 +173,7 @@ class CacheService:
             self._meet_engine()
             return RoutingHint([], [], self.residency)
         chunks = await asyncio.to_thread(prompt_chunks, np.asarray(ids, np.int32), namespace, self.copy, self._analyzer,
-                                         self.settings.blend.blend_chunk_size)
+                                         self.settings.blend.blend_chunk_size, self._engine["token_bytes"])
         return RoutingHint(*chunks, self.residency)
 
     def _meet_engine(self) -> None:
@@ -295,21 +295,18 @@ class CacheService:
 
 
 def prompt_chunks(ids: np.ndarray, namespace: str, copy: DirectoryCopy, analyzer: ChunkAnalyzer,
-                  chunk_tokens: int) -> tuple[Chunks, Chunks]:
-    """What is stored of a prompt, int32 [tokens], and the rest of it under the keys it will be saved by.
-
-    There is no rest while nothing at all is stored: its size is not known, or nothing is ever saved.
-    """
+                  chunk_tokens: int, token_bytes: int) -> tuple[Chunks, Chunks]:
+    """What is stored of a prompt, int32 [tokens], and the rest of it under the keys it will be saved by."""
     matched = [chunk for chunk in analyzer.analyze(ids, copy.index(namespace)) if chunk.matched]
     stored = [PromptChunk(chunk.source_block_id, chunk.num_tokens, copy.num_bytes(namespace, chunk.source_block_id))
               for chunk in matched]
     known = np.zeros(len(ids), bool)
     for chunk in matched:
         known[chunk.start_idx:chunk.end_idx] = True
-    num_bytes = int(chunk_tokens * copy.token_bytes)
-    fresh = [PromptChunk(chunk_key(namespace, ids[start:start + chunk_tokens]), chunk_tokens, num_bytes)
+    fresh = [PromptChunk(chunk_key(namespace, ids[start:start + chunk_tokens]), chunk_tokens,
+                         chunk_tokens * token_bytes)
              for start in range(0, len(ids) - chunk_tokens + 1, chunk_tokens)
-             if num_bytes and not known[start:start + chunk_tokens].all()]
+             if not known[start:start + chunk_tokens].all()]
     return stored, fresh
 
 

@@ -20,8 +20,6 @@ class DirectoryCopy:
 
     def __init__(self, connect: Callable[[], Any], anchor_tokens: int, residency: Residency):
         self._anchor_tokens, self._residency = anchor_tokens, residency
-        self.token_bytes = 0.0
-        """KV of one token, as last heard; 0 while nothing is stored."""
         self._indexes: dict[str, ChunkIndex] = {}
         self._sizes: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._lock = Lock()
@@ -52,7 +50,6 @@ class DirectoryCopy:
         for record in sorted(records, key=lambda record: record.created_s):
             chunk = PromptChunk(record.key, len(record.token_ids), record.num_bytes)
             self._residency.put(record.source_id[:SOURCE_PREFIX], [chunk])
-            self.token_bytes = chunk.num_bytes / chunk.num_tokens
 
     def _remove(self, namespace: str, keys: list[str]) -> None:
         self.index(namespace).remove(keys)

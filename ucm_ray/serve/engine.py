@@ -60,13 +60,16 @@ class UcmLLMServer(LLMServer):
         return self._with_receipts(await super().completions(request, raw_request_info))
 
     async def describe(self) -> dict[str, Any]:
-        """What the ingress needs to know of the engine: the namespace of its KV without a salt, and limits."""
+        """What the ingress needs to know of the engine: the namespace and size of its KV, and limits."""
         from ucm_ray.integration.vllm.settings import namespace_of
 
         config = self.engine._engine_client.vllm_config
+        model, parallel = config.model_config, config.parallel_config
+        heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
         return {
             "namespace": namespace_of(config).to_dict(),
-            "max_model_len": config.model_config.max_model_len,
+            "max_model_len": model.max_model_len,
+            "token_bytes": 2 * model.get_num_layers(parallel) * heads * model.get_head_size() * model.dtype.itemsize,
             "block_size": config.cache_config.block_size,
             "pid": os.getpid(),
         }
