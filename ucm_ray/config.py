@@ -184,6 +184,8 @@ class ServiceSettings(_Section):
     min_replicas: int = Field(default=1, ge=0)
     max_replicas: int = Field(default=1, ge=1)
     target_ongoing_requests: float = Field(default=16, gt=0)
+    upscale_delay_s: float = Field(default=30.0, ge=0.0, description="more is asked for that long, then replicas come")
+    downscale_delay_s: float = Field(default=600.0, ge=0.0, description="less is asked for that long, then they go")
     max_ongoing_requests: int = Field(default=256, ge=1)
     replica_cpus: float = Field(default=0.5, gt=0.0)
     replica_gpus: float = Field(default=1.0, gt=0.0, description="used where device is cuda; fractions share one GPU")

@@ -6,15 +6,17 @@ All keys are blake3 digests of explicit bytes, so they are equal in every proces
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
 
 KEY_BYTES = 16
+SOURCE_PREFIX = 8  # hex characters of a source id that say which engine computed the KV
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,15 @@ def context_key(namespace_hex: str, token_ids: np.ndarray | Iterable[int]) -> st
     Two chunks with equal keys and equal context keys have equal KV, so that such KV needs no repair at all.
     """
     return _digest(b"context:", namespace_hex, token_ids)
+
+
+@lru_cache(maxsize=4096)
+def source_prefix(engine_id: str) -> str:
+    """The first 8 hex characters of every source id that an engine gives; `engine_id` is vLLM's, or Ray Serve's replica
+    id."""
+    return blake3(b"engine:" + engine_id.encode()).hexdigest()[:SOURCE_PREFIX]
+
+
+def new_source_id(prefix: str) -> str:
+    """32 hex characters, a name for one sequence whose KV was computed; the rest behind `prefix` is random."""
+    return prefix + secrets.token_hex(KEY_BYTES)[len(prefix):]

@@ -22,10 +22,21 @@ def cpu(model_dir: Path) -> dict:
 
 
 def test_autoscaling_limits_come_from_the_settings(app, cpu: dict) -> None:
-    service = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 5}
+    service = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 5, "downscale_delay_s": 60}
     config = app.llm_config(parse_settings(cpu | {"service": service}))
     scaling = config.deployment_config["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (1, 3, 5)
+    assert (scaling["upscale_delay_s"], scaling["downscale_delay_s"]) == (30, 60)
+
+
+def test_an_address_that_serve_does_not_use_is_said_in_one_line() -> None:
+    from ucm_ray.serve.http_address import disagreement
+
+    told = load_settings(overrides={"service.port": 8001}).service
+    assert disagreement(told, "0.0.0.0", 8001) is None
+    said = disagreement(told, "0.0.0.0", 8000)
+    assert "service.port=8001 has no effect: Ray Serve listens on 0.0.0.0:8000" in said and "\n" not in said
+    assert disagreement(load_settings().service, "0.0.0.0", 9000) is None, "nobody asked for 8000"
 
 
 def test_a_local_model_never_asks_a_hub(app, cpu: dict, model_dir: Path) -> None:

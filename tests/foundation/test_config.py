@@ -54,6 +54,7 @@ BROKEN = {
     "unlike any key": ("service: {qqq: 1}", ["service.qqq", "known keys", "model_id", "port"]),
     "value out of range": ("blend: {budget: 2}", ["blend.budget", "found 2", "less than or equal to 1"]),
     "wrong type": ("engine: {max_num_seqs: many}", ["engine.max_num_seqs", "'many'", "valid integer"]),
+    "negative delay": ("service: {downscale_delay_s: -1}", ["service.downscale_delay_s", "found -1", "greater than"]),
     "number in quotes": ("service: {port: '80'}", ["service.port", "'80'", "valid integer"]),
     "not one of the allowed": ("blend: {policy: best}", ["blend.policy", "'best'", "'query'", "'hkvd'", "'boundary'"]),
     "section is a number": ("store: 3", ["store", "found 3", "expected a mapping"]),

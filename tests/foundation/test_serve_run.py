@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import yaml
@@ -74,7 +75,8 @@ def test_serve_run_answers_a_chat_completion_and_ends_with_ctrl_c(own_ray: OwnRa
     port = free_port()
     own_ray.run("serve", "start", "--http-host=127.0.0.1", f"--http-port={port}")
     with open(log, "wb") as out:
-        serving = subprocess.Popen([BIN / "serve", "run", "serve_app:app", f"config={config}", "blend.budget=0.2"],
+        serving = subprocess.Popen([BIN / "serve", "run", "serve_app:app", f"config={config}", "blend.budget=0.2",
+                                    "service.port=8123"],
                                    env=own_ray.environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     deadline_s = time.monotonic() + 500
     while "Application 'default' is ready" not in log.read_text():
@@ -86,8 +88,35 @@ def test_serve_run_answers_a_chat_completion_and_ends_with_ctrl_c(own_ray: OwnRa
             messages=[{"role": "user", "content": "What is the capital of France? Answer in one word."}])
     assert "Paris" in answer.choices[0].message.content
     assert answer.model_extra["kv_transfer_params"]["ucm"]["blend"]["reason"]
+    said = f"service.port=8123 has no effect: Ray Serve listens on 127.0.0.1:{port}"
+    logs = Path(own_ray.folder).glob("session_*/logs/serve/replica_*UcmIngress*.log")
+    assert any(said in one.read_text() for one in logs), "nobody was told that Serve's own port counts"
     serving.send_signal(signal.SIGINT)
     assert serving.wait(timeout=90) == 0
+
+
+@pytest.mark.timeout(400)
+def test_where_an_application_default_runs_serve_refuses_and_leaves_it_alone(own_ray: OwnRay, tmp_path: Path) -> None:
+    port = free_port()
+    own_ray.run("python", "-c", f"""
+from ray import serve
+
+@serve.deployment(ray_actor_options={{"num_cpus": 0}})
+class Other:
+    def __call__(self, request):
+        return "somebody else's"
+
+serve.start(http_options={{"host": "127.0.0.1", "port": {port}}})
+serve.run(Other.bind(), name="default")
+""")
+    done = subprocess.run(
+        [sys.executable, "-m", "ucm_ray", "serve", "--port", str(free_port()), f"store.storage_backends={tmp_path}"],
+        env=own_ray.environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith("ucm-ray: an application called 'default' runs on the Ray cluster at 127.0.0.1"), done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert httpx.get(f"http://127.0.0.1:{port}/", timeout=60).text == "somebody else's"
 
 
 @pytest.mark.parametrize(("options", "variable", "words"), [

@@ -7,8 +7,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.serve.conftest import KEYS
+from ucm_ray.cli import app
 from ucm_ray.client import AsyncClient, ClientError
 from ucm_ray.retrieval import get_representation
 from ucm_ray.serve import api
@@ -103,6 +105,29 @@ def test_the_async_client_does_the_same(service, first, geometry):
 
     found, evicted = asyncio.run(scenario())
     assert len(found.blocks) == geometry.num_layers and len(found.blocks[0][0]) == 3 and evicted.blocks == 9
+
+
+def test_the_command_line_stores_asks_and_drops(service, first, geometry, tmp_path):
+    def ucm_ray(*arguments: str):
+        return CliRunner().invoke(app, ["retrieval", *arguments, "--url", service.url, "--api-key", KEYS[0]])
+
+    blocks, query = random_blocks(geometry, 12, seed=11), random_query(geometry)
+    np.save(tmp_path / "blocks.npy", blocks)
+    np.save(tmp_path / "query.npy", query)
+    np.save(tmp_path / "bad.npy", np.full(query.shape, np.nan))
+    (tmp_path / "text.npy").write_text("no array")
+    assert ucm_ray("upsert", "shell", str(tmp_path / "blocks.npy")).stdout == "shell: 12 blocks\n"
+    expected = first.top_k("shell", query, 3, start=1)
+    asked = ["query", "shell", str(tmp_path / "query.npy"), "-k", "3", "--start", "1"]
+    assert json.loads(ucm_ray(*asked, "--json").stdout) == expected.model_dump()
+    shown = ucm_ray(*asked).stdout
+    assert " ".join(map(str, expected.blocks[0][0])) in shown and "of 11 blocks, scored by the shards" in shown
+    assert json.loads(ucm_ray("info").stdout)["head_dim"] == 64
+    for name, file, words in (("nobody", "query", "'nobody'"), ("shell", "bad", "NaN"),
+                              ("shell", "text", "numpy.save")):
+        refused = ucm_ray("query", name, str(tmp_path / f"{file}.npy"))
+        assert refused.exit_code == 1 and words in refused.stderr and refused.stderr.count("\n") == 1, refused.output
+    assert ucm_ray("evict", "shell").stdout == "1 names with 12 blocks dropped\n"
 
 
 def tensor(shape, value="0.5", count=None):

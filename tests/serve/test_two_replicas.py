@@ -33,8 +33,9 @@ def pair(start_service, cluster):
         "engine": ENGINE, "store": STORE,
         "esa": {"enabled": True, "min_saved_bytes": 0, "deadline_ms": 200.0},
         "retrieval": {"backend": "ray", "capacity_bytes": "64MiB"},
-        "service": {"model_id": MODEL, "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1,
-                    "router": "chunk_aware", "replica_cpus": 1},
+        # any request within Serve's last 30 s asks for the second replica: it goes only when the load has ended
+        "service": {"model_id": MODEL, "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 0.01,
+                    "downscale_delay_s": 12, "router": "chunk_aware", "replica_cpus": 1},
     }, cluster=cluster)
 
 
@@ -109,6 +110,19 @@ def test_a_prompt_goes_where_its_chunks_are_in_memory(pair, client, documents):
     assert all(len(home) == 1 for home in homes), "the same documents were sent to both replicas"
 
 
+def test_a_conversation_goes_on_where_its_text_was_computed(pair, client, documents):
+    """Nothing of it was ingested, and what its first turn computed may not be listed yet when the second comes."""
+    homes = []
+    for talk in range(3):
+        messages = [{"role": "system", "content": f"You are reader number {talk}."}]
+        for turn in range(3):
+            told = documents[11 + 3 * talk + turn].text[::-1][:600]  # text that no other test stores
+            messages += [{"role": "user", "content": f"{talk}: {told}"}]
+            homes.append(ucm_of(ask(pair, {"messages": messages}, max_tokens=4)[0])["replica"])
+            messages += [{"role": "assistant", "content": f"That was part {turn}."}]
+    assert all(len(set(homes[start:start + 3])) == 1 for start in (0, 3, 6)), homes
+
+
 def test_a_killed_directory_stops_nobody_and_comes_back(pair, client, documents):
     before = client.documents().total
     for process in processes_named(pair, "ChunkDirectory"):
@@ -181,3 +195,13 @@ def test_a_replica_killed_in_mid_stream_breaks_its_own_streams_only(pair, client
     answer = ask(pair, {"messages": messages_of(documents[:8], "What else?")})[0]
     assert ucm_of(answer)["blend"]["reused_tokens"] > 1800
     assert re.search(r"vllm:ucm_stream_failures_total [1-6]", httpx.get(f"{pair.url}/metrics", timeout=60).text)
+
+
+def test_when_the_load_has_ended_the_second_replica_goes_and_the_first_answers(pair, client, documents):
+    def engines() -> int:
+        return len(processes_named(pair, "UcmLLMServer"))
+
+    eventually(lambda: engines() == 2, 60)  # the one that was killed is replaced
+    eventually(lambda: engines() == 1, 120)
+    answer = ask(pair, {"messages": messages_of(documents[:8], "What is left?")})[0]
+    assert ucm_of(answer)["blend"]["reused_tokens"] > 1800

@@ -21,8 +21,8 @@ from typing import Annotated, Any
 import typer
 
 MODES = ("plain", "prefix", "blend")
-WORKLOADS = ("rag", "multi_turn", "agent")
-NUM_DOCUMENTS, PER_REQUEST = 200, 8
+WORKLOADS = ("rag", "rag_topics", "multi_turn", "agent")
+NUM_DOCUMENTS, PER_REQUEST, PER_TOPIC = 200, 8, 10
 
 
 @dataclass
@@ -91,10 +91,26 @@ def rag_sessions(count: int, seed: int) -> list[Session]:
             if order[rank] not in chosen:
                 chosen.append(order[rank])
         draw.shuffle(chosen)
-        text = "".join(documents[index] for index in chosen)
-        question = f"Question {number}: what does the text number {draw.randint(1, PER_REQUEST)} above speak of?"
-        sessions.append(Session([Step(_chat(text + question))]))
+        sessions.append(_asked(number, [documents[index] for index in chosen], draw))
     return sessions
+
+
+def rag_topics_sessions(count: int, seed: int) -> list[Session]:
+    """As retrieval answers: documents of one topic together. 20 topics of 10 of the same 200 documents; the topic of a
+    request by the same Zipf's law, 8 of its 10 documents in random order, and a question."""
+    documents = documents_of(NUM_DOCUMENTS)
+    draw = random.Random(f"bench serve rag topics {seed}")
+    order = draw.sample(range(NUM_DOCUMENTS), NUM_DOCUMENTS)
+    topics = [order[start:start + PER_TOPIC] for start in range(0, NUM_DOCUMENTS, PER_TOPIC)]
+    weights = [1 / (rank + 1) for rank in range(len(topics))]
+    return [_asked(number, [documents[index] for index in draw.sample(draw.choices(topics, weights)[0], PER_REQUEST)],
+                   draw) for number in range(count)]
+
+
+def _asked(number: int, documents: Sequence[str], draw: random.Random) -> Session:
+    """One request about documents."""
+    question = f"Question {number}: what does the text number {draw.randint(1, PER_REQUEST)} above speak of?"
+    return Session([Step(_chat("".join(documents) + question))])
 
 
 def multi_turn_sessions(count: int, seed: int, turns: int = 6, kept: int = 3) -> list[Session]:
@@ -133,7 +149,8 @@ def agent_sessions(count: int, seed: int, rounds: int = 5, tools: int = 12) -> l
     return sessions
 
 
-SESSIONS = {"rag": rag_sessions, "multi_turn": multi_turn_sessions, "agent": agent_sessions}
+SESSIONS = {"rag": rag_sessions, "rag_topics": rag_topics_sessions, "multi_turn": multi_turn_sessions,
+            "agent": agent_sessions}
 
 
 def _chat(text: str) -> list[dict[str, str]]:
@@ -266,7 +283,7 @@ async def measure(load: Load, workloads: Sequence[str], modes: Sequence[str], re
     for workload in workloads:
         sessions = SESSIONS[workload](requests, seed)
         for mode in modes:
-            if mode == "blend" and workload == "rag":
+            if mode == "blend" and workload.startswith("rag"):
                 ingest_s[workload] = await load.ingest(documents_of(NUM_DOCUMENTS))
             await load.send(Step(_chat(f"Say hello. {mode}")), mode)  # the system prompt is nobody's first
             read_before = await load.read_bytes()
@@ -285,7 +302,7 @@ def main(
     url: Annotated[str, typer.Option(envvar="UCM_RAY_URL", help="Address of a running service.")] = (
         "http://127.0.0.1:8000"),
     api_key: Annotated[str | None, typer.Option(envvar="UCM_RAY_API_KEY")] = None,
-    workload: Annotated[list[str] | None, typer.Option(help="rag, multi_turn, agent; default: all.")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(WORKLOADS)}; default: all.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="plain, prefix, blend; default: all.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests per workload and mode.")] = 40,
     concurrency: Annotated[int, typer.Option(min=1)] = 4,

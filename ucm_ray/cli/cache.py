@@ -31,11 +31,11 @@ def ingest(
 
     ending = suffix.encode().decode("unicode_escape")
     texts = [file.read_text(encoding="utf-8") + ending for file in files]
-    with _client(url, api_key) as client:
+    with open_client(url, api_key) as client:
         done = [one for start in range(0, len(texts), MAX_DOCUMENTS)
-                for one in _ask(client.ingest, texts[start:start + MAX_DOCUMENTS], pin).data]
+                for one in ask_service(client.ingest, texts[start:start + MAX_DOCUMENTS], pin).data]
     rows = [{"file": str(file), **one.model_dump(exclude={"chunks"})} for file, one in zip(files, done, strict=True)]
-    _show(rows, as_json)
+    show_rows(rows, as_json)
 
 
 @app.command("list")
@@ -47,10 +47,10 @@ def list_chunks(
     """List stored documents or chunks."""
     if what not in ("documents", "chunks"):
         raise typer.BadParameter(f"found {what!r}, expected 'documents' or 'chunks'")
-    with _client(url, api_key) as client:
-        page = (_ask(client.documents, offset, limit) if what == "documents"
-                else _ask(client.chunks, document, offset, limit))
-    _show([one.model_dump() for one in page.data], as_json)
+    with open_client(url, api_key) as client:
+        page = (ask_service(client.documents, offset, limit) if what == "documents"
+                else ask_service(client.chunks, document, offset, limit))
+    show_rows([one.model_dump() for one in page.data], as_json)
     if not as_json:
         typer.echo(f"{len(page.data)} of {page.total} {what}")
 
@@ -58,8 +58,8 @@ def list_chunks(
 @app.command()
 def inspect(key: str, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """One chunk with its text, as JSON."""
-    with _client(url, api_key) as client:
-        typer.echo(_ask(client.chunk, key).model_dump_json(indent=2))
+    with open_client(url, api_key) as client:
+        typer.echo(ask_service(client.chunk, key).model_dump_json(indent=2))
 
 
 @app.command()
@@ -69,8 +69,8 @@ def lookup(
 ) -> None:
     """What of a prompt would be reused, without running it."""
     text = Path(prompt[1:]).read_text(encoding="utf-8") if prompt.startswith("@") else prompt
-    with _client(url, api_key) as client:
-        found = _ask(client.lookup, text)
+    with open_client(url, api_key) as client:
+        found = ask_service(client.lookup, text)
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
         return
@@ -83,16 +83,16 @@ def pin(keys: Keys = None, documents: Documents = None,
         off: Annotated[bool, typer.Option("--off", help="Unpin.")] = False,
         url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Pin or unpin chunks or documents."""
-    with _client(url, api_key) as client:
-        changed = _ask(client.pin, _some(keys, documents), documents or [], not off).chunks
+    with open_client(url, api_key) as client:
+        changed = ask_service(client.pin, _some(keys, documents), documents or [], not off).chunks
     typer.echo(f"{changed} chunks {'unpinned' if off else 'pinned'}")
 
 
 @app.command()
 def delete(keys: Keys = None, documents: Documents = None, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Delete chunks or documents."""
-    with _client(url, api_key) as client:
-        typer.echo(f"{_ask(client.delete, _some(keys, documents), documents or []).chunks} chunks deleted")
+    with open_client(url, api_key) as client:
+        typer.echo(f"{ask_service(client.delete, _some(keys, documents), documents or []).chunks} chunks deleted")
 
 
 @app.command()
@@ -101,39 +101,46 @@ def clear(yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = Fals
     """Delete everything this API key has stored."""
     if not yes:
         typer.confirm("Delete everything this key has stored?", abort=True)
-    with _client(url, api_key) as client:
-        typer.echo(f"{_ask(client.clear).chunks} chunks deleted")
+    with open_client(url, api_key) as client:
+        typer.echo(f"{ask_service(client.clear).chunks} chunks deleted")
 
 
 @app.command()
 def stats(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """Numbers of this key's cache and requests, as JSON."""
-    with _client(url, api_key) as client:
-        typer.echo(_ask(client.stats).model_dump_json(indent=2))
+    with open_client(url, api_key) as client:
+        typer.echo(ask_service(client.stats).model_dump_json(indent=2))
 
 
 @app.command()
 def receipt(request_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
     """The receipt of a request, by the id of its response."""
-    with _client(url, api_key) as client:
-        typer.echo(json.dumps(_ask(client.receipt, request_id), indent=2))
+    with open_client(url, api_key) as client:
+        typer.echo(json.dumps(ask_service(client.receipt, request_id), indent=2))
 
 
-def _client(url: str, api_key: str | None) -> Any:
+def open_client(url: str, api_key: str | None) -> Any:
+    """The client of these options."""
     from ucm_ray.client import Client
 
     return Client(url, api_key=api_key)
 
 
-def _ask(method: Any, *arguments: Any) -> Any:
-    """A refusal is one line and exit code 1."""
+def ask_service(method: Any, *arguments: Any, **options: Any) -> Any:
+    """A refusal, the service's or our own check's, is one line and exit code 1."""
+    from pydantic import ValidationError
+
     from ucm_ray.client import ClientError
 
     try:
-        return method(*arguments)
+        return method(*arguments, **options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        typer.echo(f"{'.'.join(map(str, first['loc'])) or method.__name__}: "
+                   f"{first['msg'].removeprefix('Value error, ')}", err=True)
     except (ClientError, ValueError) as error:
         typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    raise typer.Exit(1)
 
 
 def _some(keys: list[str] | None, documents: list[str] | None) -> list[str]:
@@ -142,7 +149,8 @@ def _some(keys: list[str] | None, documents: list[str] | None) -> list[str]:
     return keys or []
 
 
-def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+def show_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Rows as a table or as JSON."""
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return

@@ -69,6 +69,8 @@ def llm_config(settings: Settings) -> LLMConfig:
                 "initial_replicas": max(service.min_replicas, 1),
                 # Ray Serve LLM's default is 1e9, with which nothing ever scales
                 "target_ongoing_requests": service.target_ongoing_requests,
+                "upscale_delay_s": service.upscale_delay_s,
+                "downscale_delay_s": service.downscale_delay_s,
             },
             "max_ongoing_requests": service.max_ongoing_requests,
             "ray_actor_options": {"num_cpus": 0},  # the replica's share is in the placement group
@@ -114,8 +116,7 @@ def request_router(settings: Settings) -> dict[str, Any]:
         return {}
     return {"request_router_config": RequestRouterConfig(
         request_router_class="ucm_ray.serve.router.ChunkAwareRouter",
-        request_router_kwargs={"capacity_bytes": settings.store.cache_capacity_bytes,
-                               "load_weight": settings.service.router_load_weight},
+        request_router_kwargs={"load_weight": settings.service.router_load_weight},
     )}
 
 

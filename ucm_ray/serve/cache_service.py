@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable
 from typing import Any
 
+import numpy as np
 from ray.exceptions import RayError
 
 from actors.chunk_directory import connect_directory, directory_name, start_directory
@@ -21,7 +22,8 @@ from ucm_ray.serve.directory_copy import DirectoryCopy
 from ucm_ray.serve.errors import ServiceError, bad_request, not_found
 from ucm_ray.serve.metrics import ServiceMetrics
 from ucm_ray.serve.receipts import ReceiptBook
-from ucm_ray.serve.routing_hint import PromptChunk
+from ucm_ray.serve.residency import Chunks, PromptChunk, Residency
+from ucm_ray.serve.routing_hint import RoutingHint
 from ucm_ray.serve.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,13 +44,15 @@ class CacheService:
         self.settings, self._engines, self.tokenizer = settings, engines, tokenizer
         self._store = settings.connector_config() | {"world_size": settings.engine.tensor_parallel_size}
         self._directory = start_directory(self._store, settings.service.directory_max_chunks)
-        self.copy = DirectoryCopy(self._connect, settings.blend.anchor_tokens)
+        self.residency = Residency(settings.store.cache_capacity_bytes * settings.engine.tensor_parallel_size)
+        self.copy = DirectoryCopy(self._connect, settings.blend.anchor_tokens, self.residency)
         self.metrics = ServiceMetrics()
         self.receipts = ReceiptBook(settings.service.kept_receipts)
         self._analyzer = ChunkAnalyzer(settings.blend.blend_chunk_size, settings.blend.min_match_ratio,
                                        settings.blend.anchor_tokens)
         self._sink = sink_tokens(tokenizer)
         self._engine: dict[str, Any] | None = None
+        self._meeting: asyncio.Task[Any] | None = None
         self._totals: OrderedDict[str, dict[str, float]] = OrderedDict()
         self._ingests = asyncio.Semaphore(_PARALLEL_INGESTS)
         self._prefill_tokens_s: float | None = None
@@ -160,15 +164,28 @@ class CacheService:
             raise bad_request("messages: only text contents can be looked up", "messages")
         return ids
 
-    def stored_chunks(self, ids: list[int], salt: str) -> list[PromptChunk]:
-        """The stored chunks of a prompt, for routing; empty when nothing is known."""
+    # routing
+
+    async def routing_hint(self, ids: list[int], salt: str) -> RoutingHint:
+        """What the router needs to know of a prompt; without chunks until an engine has been heard of."""
         namespace = self.known_namespace(salt)
         if namespace is None:
-            return []
-        chunks = self._analyzer.analyze(ids, self.copy.index(namespace))
-        return [PromptChunk(chunk.source_block_id, chunk.num_tokens,
-                            self.copy.num_bytes(namespace, chunk.source_block_id))
-                for chunk in chunks if chunk.matched]
+            self._meet_engine()
+            return RoutingHint([], [], self.residency)
+        chunks = await asyncio.to_thread(prompt_chunks, np.asarray(ids, np.int32), namespace, self.copy, self._analyzer,
+                                         self.settings.blend.blend_chunk_size, self._engine["token_bytes"])
+        return RoutingHint(*chunks, self.residency)
+
+    def _meet_engine(self) -> None:
+        """Ask who the engine is, for later prompts; this one does not wait."""
+        if self._meeting is None or self._meeting.done():
+            self._meeting = asyncio.create_task(self._try_engine())
+
+    async def _try_engine(self) -> None:
+        try:
+            await self.engine()
+        except Exception as error:  # no replica, or one that just died: the next prompt asks again
+            logger.info("no engine says who it is: %s", type(error).__name__)
 
     # listing and management
 
@@ -275,6 +292,22 @@ class CacheService:
         except (TimeoutError, RayError) as error:
             raise ServiceError(503, f"the chunk directory does not answer ({type(error).__name__}); it is being "
                                     "restarted, ask again in a moment") from error
+
+
+def prompt_chunks(ids: np.ndarray, namespace: str, copy: DirectoryCopy, analyzer: ChunkAnalyzer,
+                  chunk_tokens: int, token_bytes: int) -> tuple[Chunks, Chunks]:
+    """What is stored of a prompt, int32 [tokens], and the rest of it under the keys it will be saved by."""
+    matched = [chunk for chunk in analyzer.analyze(ids, copy.index(namespace)) if chunk.matched]
+    stored = [PromptChunk(chunk.source_block_id, chunk.num_tokens, copy.num_bytes(namespace, chunk.source_block_id))
+              for chunk in matched]
+    known = np.zeros(len(ids), bool)
+    for chunk in matched:
+        known[chunk.start_idx:chunk.end_idx] = True
+    fresh = [PromptChunk(chunk_key(namespace, ids[start:start + chunk_tokens]), chunk_tokens,
+                         chunk_tokens * token_bytes)
+             for start in range(0, len(ids) - chunk_tokens + 1, chunk_tokens)
+             if not known[start:start + chunk_tokens].all()]
+    return stored, fresh
 
 
 async def _awaited(reference: Awaitable[Any]) -> Any:

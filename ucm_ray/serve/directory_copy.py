@@ -10,13 +10,16 @@ from typing import Any
 from actors.chunk_directory import DirectoryRecord, DirectorySubscriber
 from ucm_ray.blend.chunk import ChunkRecord
 from ucm_ray.blend.index import ChunkIndex
+from ucm_ray.keys import SOURCE_PREFIX
+from ucm_ray.serve.residency import PromptChunk, Residency
 
 
 class DirectoryCopy:
-    """What this process knows of the stored chunks; behind the directory by about one call."""
+    """What this process knows of the stored chunks; behind the directory by about one call. `residency` is told who
+    computed each of them."""
 
-    def __init__(self, connect: Callable[[], Any], anchor_tokens: int):
-        self._anchor_tokens = anchor_tokens
+    def __init__(self, connect: Callable[[], Any], anchor_tokens: int, residency: Residency):
+        self._anchor_tokens, self._residency = anchor_tokens, residency
         self._indexes: dict[str, ChunkIndex] = {}
         self._sizes: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._lock = Lock()
@@ -44,6 +47,9 @@ class DirectoryCopy:
     def _add(self, namespace: str, records: list[DirectoryRecord]) -> None:
         self.index(namespace).add(ChunkRecord(*record[:5]) for record in records)
         self._sizes.update({(namespace, record.key): record.num_bytes for record in records})
+        for record in sorted(records, key=lambda record: record.created_s):
+            chunk = PromptChunk(record.key, len(record.token_ids), record.num_bytes)
+            self._residency.put(record.source_id[:SOURCE_PREFIX], [chunk])
 
     def _remove(self, namespace: str, keys: list[str]) -> None:
         self.index(namespace).remove(keys)

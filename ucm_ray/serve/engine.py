@@ -26,6 +26,8 @@ class UcmLLMServer(LLMServer):
     """One engine. Everything here runs beside the engine's step, in the replica's own process."""
 
     async def start(self) -> None:
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._name_engine()
         await asyncio.to_thread(start_retrieval, self._llm_config.engine_kwargs)
         await super().start()
         client = self.engine._engine_client
@@ -33,11 +35,16 @@ class UcmLLMServer(LLMServer):
             # Ray 2.60 looks for it under the name of earlier vLLMs, and refuses /tokenize and /detokenize
             self.engine._oai_serving_tokenization = self.engine._app_state.serving_tokenization
         self._receipts: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._replica = serve.get_replica_context().replica_id.unique_id
         self._recorded = client.vllm_config.kv_transfer_config is not None
         client.generate = record_receipts(client.generate, self._put_receipt)
         if self._recorded:
             self._start_source(client.vllm_config)
+
+    def _name_engine(self) -> None:
+        """The engine is called as the replica is: by that, the router knows who computed a stored chunk."""
+        transfer = self._llm_config.engine_kwargs.get("kv_transfer_config")
+        if transfer:
+            self._llm_config.update_engine_kwargs(kv_transfer_config={**transfer, "engine_id": self._replica})
 
     def _start_source(self, config: Any) -> None:
         """Where every node has its own folder, this node's has to be served to the others."""
@@ -53,13 +60,16 @@ class UcmLLMServer(LLMServer):
         return self._with_receipts(await super().completions(request, raw_request_info))
 
     async def describe(self) -> dict[str, Any]:
-        """What the ingress needs to know of the engine: the namespace of its KV without a salt, and limits."""
+        """What the ingress needs to know of the engine: the namespace and size of its KV, and limits."""
         from ucm_ray.integration.vllm.settings import namespace_of
 
         config = self.engine._engine_client.vllm_config
+        model, parallel = config.model_config, config.parallel_config
+        heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
         return {
             "namespace": namespace_of(config).to_dict(),
-            "max_model_len": config.model_config.max_model_len,
+            "max_model_len": model.max_model_len,
+            "token_bytes": 2 * model.get_num_layers(parallel) * heads * model.get_head_size() * model.dtype.itemsize,
             "block_size": config.cache_config.block_size,
             "pid": os.getpid(),
         }

@@ -6,6 +6,7 @@ To add routes: write their methods in a mixin, give it a place in `UcmIngress`'s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -23,10 +24,13 @@ from ucm_ray.config import ConfigError, ServiceSettings, Settings, parse_control
 from ucm_ray.serve.auth import OPEN_PATHS, ApiKeyMiddleware
 from ucm_ray.serve.cache_service import CacheService
 from ucm_ray.serve.errors import add_error_handlers, bad_request
+from ucm_ray.serve.http_address import disagreement, http_address
 from ucm_ray.serve.retrieval import RetrievalService
 from ucm_ray.serve.routes import OPEN_ROUTES, ROUTES, UcmRoutes
 from ucm_ray.serve.tokenizer import PromptTokenizer
 from ucm_ray.serve.tracing import RequestTracer
+
+logger = logging.getLogger("ray.serve")
 
 Endpoint = Callable[[FastAPI], Callable[..., Any]]
 
@@ -45,6 +49,8 @@ class UcmIngress(UcmRoutes):
     def __init__(self, *args: Any, settings: dict[str, Any], llm_config: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.settings = Settings.model_validate(settings)
+        if ignored := disagreement(self.settings.service, *http_address()):
+            logger.warning(ignored)
         engines = self._default_serve_handles[llm_config.model_id]
         self.cache = CacheService(self.settings, engines, PromptTokenizer(llm_config))
         self.retrieval = RetrievalService(self.settings, self.cache)

@@ -1,15 +1,13 @@
 """A Ray Serve request router that sends a prompt to where most of its chunks already lie in host memory.
 
 The ingress has tokenised and looked the prompt up before it calls the handle, in the process the router runs in; it
-leaves the chunks as a hint under the request's id. What lies where is not asked for: a replica that was sent a prompt
-has its chunks in host memory from then on, until as many bytes of others were sent there as its cache holds.
+leaves the chunks as a hint under the request's id. What lies where is not asked for: `Residency` follows what replicas
+compute (stored chunks say who computed them) and what they are sent.
 """
 
 from __future__ import annotations
 
 import random
-import threading
-from collections import OrderedDict
 from typing import Any
 
 from ray.serve._private.common import RequestMetadata
@@ -22,56 +20,27 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from ucm_ray.serve.routing_hint import Chunks, hint_of
+from ucm_ray.keys import source_prefix
+from ucm_ray.serve.routing_hint import hint_of
 
-
-class Residency:
-    """Which chunks lie in which replica's host memory, by what was sent there; LRU by bytes. Thread safe."""
-
-    def __init__(self, capacity_bytes: int):
-        self._capacity_bytes = capacity_bytes
-        self._chunks: dict[Any, OrderedDict[str, int]] = {}
-        self._bytes: dict[Any, int] = {}
-        self._lock = threading.Lock()
-
-    def sent(self, replica: Any, chunks: Chunks) -> None:
-        """A prompt with these chunks went to a replica."""
-        with self._lock:
-            held = self._chunks.setdefault(replica, OrderedDict())
-            for chunk in chunks:
-                before = held.pop(chunk.key, 0)
-                self._bytes[replica] = self._bytes.get(replica, 0) + chunk.num_bytes - before
-                held[chunk.key] = chunk.num_bytes
-            while self._bytes.get(replica, 0) > self._capacity_bytes and held:
-                self._bytes[replica] -= held.popitem(last=False)[1]
-
-    def tokens(self, replica: Any, chunks: Chunks) -> int:
-        """Tokens of a prompt that lie in a replica's host memory."""
-        with self._lock:
-            held = self._chunks.get(replica, {})
-            return sum(chunk.num_tokens for chunk in chunks if chunk.key in held)
-
-    def keep_only(self, replicas: set[Any]) -> None:
-        """Forget replicas that are gone: a new one starts with empty memory."""
-        with self._lock:
-            for replica in set(self._chunks) - replicas:
-                del self._chunks[replica]
-                self._bytes.pop(replica, None)
+# of the prompt's reusable tokens; a system prompt that one replica has and another has not is no reason to prefer it
+_LEAST_ADVANTAGE = 0.1
 
 
 def rank_replicas(resident: list[int], queued: list[int], prompt_tokens: int, load_weight: float) -> list[int]:
     """Indices of replicas, best first.
 
     A request waiting or running costs as much as `load_weight` of the prompt's reusable tokens missing: so a replica
-    with everything in memory is preferred until it is `1 / load_weight` requests behind the others.
+    with everything in memory is preferred until it is `1 / load_weight` requests behind the others. Equals come in
+    random order.
     """
     scale = max(prompt_tokens, 1)
     scores = [tokens / scale - load_weight * waiting for tokens, waiting in zip(resident, queued, strict=True)]
-    return sorted(range(len(scores)), key=lambda index: -scores[index])
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], random.random()))
 
 
 class ChunkAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
-    """Most chunks in host memory, balanced against load; power of two choices for prompts with nothing stored.
+    """Most chunks in host memory, balanced against load; power of two choices where no replica has more than others.
 
     Not first in, first out: a replica chosen for one prompt is of no special use to the one before it in the queue.
     """
@@ -79,23 +48,24 @@ class ChunkAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     # Serve's 0.1 s is short for a replica that shares its cores with the engine it runs
     queue_len_response_deadline_s = 0.5
 
-    def initialize_state(self, capacity_bytes: int = 2 * 2**30, load_weight: float = 0.25) -> None:
-        """`capacity_bytes`: KV that a replica's host memory holds."""
-        self.residency = Residency(capacity_bytes)
+    def initialize_state(self, load_weight: float = 0.25) -> None:
         self._load_weight = load_weight
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        chunks: Chunks = []
+        hint = None
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-            chunks = hint_of(pending_request.metadata.request_id)
-        if not chunks or len(candidate_replicas) < 2:
+            hint = hint_of(pending_request.metadata.request_id)
+        if hint is None:
             return [_two_of(candidate_replicas)]
-        total = sum(chunk.num_tokens for chunk in chunks)
-        resident = [self.residency.tokens(replica.replica_id, chunks) for replica in candidate_replicas]
-        if not any(resident):
+        names = [_name_of(replica.replica_id) for replica in candidate_replicas]
+        hint.residency.keep_only(frozenset(names))
+        chunks = hint.stored + hint.fresh
+        resident = [hint.residency.tokens(name, chunks) for name in names]
+        total = max(sum(chunk.num_tokens for chunk in hint.stored), *resident, 1)
+        if max(resident) - min(resident) < _LEAST_ADVANTAGE * total:
             return [_two_of(candidate_replicas)]
         queued = [self._replica_queue_len_cache.get(replica.replica_id) or 0 for replica in candidate_replicas]
         order = rank_replicas(resident, queued, total, self._load_weight)
@@ -116,13 +86,14 @@ class ChunkAwareRouter(LocalityMixin, MultiplexMixin, RequestRouter):
         return None
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        chunks = hint_of(pending_request.metadata.request_id)
-        if chunks:
-            self.residency.sent(replica_id, chunks)
+        hint = hint_of(pending_request.metadata.request_id)
+        if hint is not None:
+            hint.residency.put(_name_of(replica_id), hint.stored + hint.fresh)
 
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        super().update_replicas(replicas)
-        self.residency.keep_only(set(self._replica_id_set))
+
+def _name_of(replica_id: ReplicaID) -> str:
+    """What the replica's engine puts in front of the source ids of all it computes."""
+    return source_prefix(replica_id.unique_id)
 
 
 def _two_of(replicas: list[RunningReplica]) -> list[RunningReplica]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -31,7 +30,7 @@ from ucm_ray.serve.cache_service import CacheService
 from ucm_ray.serve.errors import ServiceError, bad_request, error_body, not_found, unavailable
 from ucm_ray.serve.receipts import split_receipt
 from ucm_ray.serve.retrieval import RetrievalService
-from ucm_ray.serve.routing_hint import PromptChunk, routing_hint
+from ucm_ray.serve.routing_hint import RoutingHint, routing_hint
 from ucm_ray.serve.tracing import RequestSpan, RequestTracer
 
 logger = logging.getLogger(__name__)
@@ -224,27 +223,27 @@ class UcmRoutes(OpenAiIngress):
         request_id = get_serve_request_id()
         headers = raw_request.headers if raw_request is not None else {}
         with self.tracer.request(call_method, request_id, body.model, headers) as span:
-            chunks = await self._tokenise(body)
-            with routing_hint(request_id, chunks):
+            hint = await self._tokenise(body)
+            with routing_hint(request_id, hint):
                 stream = answers(body=body, call_method=call_method, raw_request=without_key(raw_request))
                 async for answer in self._with_receipts(stream, caller_salt(raw_request), _wants_usage(body), span):
                     yield answer
 
-    async def _tokenise(self, body: Any) -> list[PromptChunk]:
-        """Put the prompt's ids into the request, so that no engine tokenises again; the stored chunks among them."""
+    async def _tokenise(self, body: Any) -> RoutingHint | None:
+        """Put the prompt's ids into the request, so that no engine tokenises again; what the router is told of them."""
         if getattr(body, "echo", False) or getattr(body, "prompt_embeds", None) is not None:
-            return []
+            return None
         ids = body.prompt if _is_ids(getattr(body, "prompt", None)) else await self.cache.tokenizer.prompt(
             body.model_dump(exclude_unset=True, exclude={"kv_transfer_params"}))
         if not ids:
-            return []
+            return None
         if hasattr(body, "messages"):
             body.kv_transfer_params["prompt_token_ids"] = ids
         else:
             body.prompt = ids
         if self.cache.settings.service.router != "chunk_aware":
-            return []
-        return await asyncio.to_thread(self.cache.stored_chunks, ids, body.cache_salt or "")
+            return None
+        return await self.cache.routing_hint(ids, body.cache_salt or "")
 
     async def _with_receipts(self, answers: AsyncIterator[Any], salt: str, wants_usage: bool,
                              span: RequestSpan) -> AsyncIterator[Any]:

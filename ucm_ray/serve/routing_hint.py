@@ -10,31 +10,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-
-class PromptChunk(NamedTuple):
-    """A stored chunk in a prompt."""
-
-    key: str
-    num_tokens: int
-    num_bytes: int
+from ucm_ray.serve.residency import Chunks, Residency
 
 
-Chunks = list[PromptChunk]
+class RoutingHint(NamedTuple):
+    """A prompt's chunks, and what is known of the replicas' memories."""
 
-_hints: dict[str, Chunks] = {}
+    stored: Chunks
+    """In the store already, wherever they stand in the prompt."""
+    fresh: Chunks
+    """The rest of the prompt, cut as its KV will be saved: whoever computes it has it before the store lists it."""
+    residency: Residency
+
+
+_hints: dict[str, RoutingHint] = {}
 
 
 @contextmanager
-def routing_hint(request_id: str, chunks: Chunks) -> Iterator[None]:
-    """While inside, the router knows the stored chunks of the request's prompt."""
-    if chunks and request_id:
-        _hints[request_id] = chunks
+def routing_hint(request_id: str, hint: RoutingHint | None) -> Iterator[None]:
+    """While inside, the router knows the chunks of the request's prompt."""
+    if hint is not None and request_id:
+        _hints[request_id] = hint
     try:
         yield
     finally:
         _hints.pop(request_id, None)
 
 
-def hint_of(request_id: str) -> Chunks:
-    """The stored chunks of a request's prompt; empty when nothing is known."""
-    return _hints.get(request_id, [])
+def hint_of(request_id: str) -> RoutingHint | None:
+    """What is known of a request's prompt, if anything."""
+    return _hints.get(request_id)

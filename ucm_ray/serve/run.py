@@ -48,18 +48,22 @@ def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bo
             from ray import serve
 
             from ucm_ray.serve.app import application
+            from ucm_ray.serve.http_address import disagreement, http_address
 
             # before the application is built: Ray Serve LLM asks Ray for its runtime context while building
             _connect(ray, address, verbose)
-            app = application(settings)
-            serve.start(http_options={"host": settings.service.host, "port": settings.service.port})
             if _APP in serve.status().applications:
                 raise StartError(f"an application called {_APP!r} runs on the Ray cluster at {address} already; "
                                  "`serve deploy` replaces it, `serve shutdown` ends it")
+            app = application(settings)
+            serve.start(http_options={"host": settings.service.host, "port": settings.service.port})
             deployed = True
             _deploy(serve, app)
         ready = True
-        _say(ready_text(settings, time.monotonic() - started_s))
+        host, port = http_address()
+        if ignored := disagreement(settings.service, host, port):
+            _say(ignored)
+        _say(ready_text(settings, host, port, time.monotonic() - started_s))
         stop.wait()
     except KeyboardInterrupt:
         pass  # Ctrl-C is how this ends
@@ -126,18 +130,18 @@ def _deploy(serve: Any, app: Any) -> None:
                            "machine, `ucm-ray serve --verbose` shows the engine's log.") from error
 
 
-def ready_text(settings: Settings, seconds: float) -> str:
+def ready_text(settings: Settings, host: str, port: int, seconds: float) -> str:
     """The address and a request to try, ready to paste."""
     service = settings.service
-    host = "127.0.0.1" if service.host in ("0.0.0.0", "::") else service.host
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     key = "-H \"Authorization: Bearer $UCM_RAY_API_KEY\" " if service.api_keys else ""
     body = shlex.quote(
         f'{{"model": "{service.model_id}", "max_tokens": 32, "temperature": 0, '
         '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     )
     return (
-        f"\nReady after {seconds:.0f} s at http://{host}:{service.port}/v1 (stop with Ctrl-C). Try:\n\n"
-        f"  curl {key}http://{host}:{service.port}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"\nReady after {seconds:.0f} s at http://{host}:{port}/v1 (stop with Ctrl-C). Try:\n\n"
+        f"  curl {key}http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d {body}\n"
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
 from ucm_ray.integration.vllm.meta import BlendConnectorMeta, IngestJob, SaveJob
 from ucm_ray.integration.vllm.support import unsupported_request
 from ucm_ray.integration.vllm.taint import is_tainted, tainted_blocks_from
-from ucm_ray.keys import chunk_key, context_key
+from ucm_ray.keys import chunk_key, context_key, new_source_id, source_prefix
 from ucm_ray.store import ChunkMeta
 from ucm_ray.store.base import dtype_name
 
@@ -53,6 +52,7 @@ class Saver:
         self._shape = {"num_layers": model.get_num_layers(parallel), "num_kv_heads": model.get_num_kv_heads(parallel),
                        "head_dim": model.get_head_size(), "dtype": dtype_name(model.dtype),
                        "world_size": parallel.tensor_parallel_size}
+        self._source_prefix = source_prefix(config.kv_transfer_config.engine_id)
         self._ingests: dict[str, float] = {}  # request -> when its blocks were first held
         self._held: set[str] = set()  # finished requests whose blocks the workers still read
         self._pool: BlockPool | None = None
@@ -128,7 +128,7 @@ class Saver:
         """Chunks of `tokens[first:end]` that the store does not hold; positions are those in `tokens`."""
         size = self._settings.blend_chunk_size
         index = self._catalogue.index(namespace)
-        source_id = uuid.uuid4().hex
+        source_id = new_source_id(self._source_prefix)
         chunks = []
         for start in range(first, end, size):
             stop = min(start + size, end)
