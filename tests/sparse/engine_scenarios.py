@@ -102,6 +102,26 @@ class Engine:
         self.llm.reset_prefix_cache()
 
 
+def _token_ids(engine: Engine, prompts: list[list[int]], ucm) -> tuple[list[list[int]], list[list[int]]]:
+    """The longest token ids by which ESA chose lexical blocks, and what the requests really were, their last token
+    aside, both sorted."""
+    from ucm_ray.sparse import esa
+
+    seen, followers = {}, esa.followers
+
+    def watched(token_ids, *args):
+        seen[tuple(token_ids[:100])] = token_ids.tolist()
+        return followers(token_ids, *args)
+
+    esa.followers = watched
+    try:
+        results = engine.run(prompts, 40, ucm, stagger=2)
+    finally:
+        esa.followers = followers
+    said = [prompt + result["tokens"][:-1] for prompt, result in zip(prompts, results, strict=True)]
+    return sorted(seen.values()), sorted(said)
+
+
 def main(model: str, store: str, documents: str, answer: str) -> None:
     engine = Engine(model, store)
     text = " ".join(json.loads(line)["text"] for line in Path(documents).read_text(encoding="utf-8").splitlines())
@@ -131,6 +151,9 @@ def main(model: str, store: str, documents: str, answer: str) -> None:
     found["turn_two"] = engine.run([second], 16, PLAIN)
     engine.reset()
     found["turn_two_plain"] = engine.run([second], 16, PLAIN)
+
+    engine.reset()
+    found["token_ids_seen"], found["token_ids"] = _token_ids(engine, prompts[:2], esa)
 
     engine.reset()
     long = [ids[start : start + 440] for start in (0, 900, 1800, 2700)]

@@ -33,6 +33,10 @@ def tokens(results):
     return [result["tokens"] for result in results]
 
 
+def test_lexical_blocks_are_chosen_by_the_tokens_that_were_really_said(found):
+    assert found["token_ids_seen"] == found["token_ids"]
+
+
 def test_ratio_one_and_switched_off_give_exactly_dense_tokens(found):
     assert tokens(found["ratio_one"]) == tokens(found["dense"])
     assert tokens(found["off"]) == tokens(found["dense"])

@@ -31,7 +31,7 @@ from ucm_ray.sparse.base import UcmSparseBase, UcmSparseRole
 from ucm_ray.sparse.config import Budget, EsaConfig
 from ucm_ray.sparse.lexical import followers
 from ucm_ray.sparse.prompt_mass import prompt_block_mass
-from ucm_ray.sparse.request import ReqMeta, RequestState, Selection
+from ucm_ray.sparse.request import ReqMeta, RequestState, Selection, membership
 
 logger = logging.getLogger("ucm_ray.sparse")
 
@@ -509,9 +509,7 @@ class ESA(UcmSparseBase):
         blocks = torch.from_numpy(answer.blocks[pending.index, ..., : budget.num_middle]).long()
         scores = torch.from_numpy(answer.scores[pending.index, ..., : budget.num_middle]).clone()
         static = blocks[..., :0] if state.static is None else state.static[..., : budget.num_middle]
-        is_static = torch.zeros(*static.shape[:2], budget.local_start, dtype=torch.bool)
-        is_static.scatter_(-1, static, True)
-        scores.masked_fill_(is_static.gather(-1, blocks), float("-inf"))
+        scores.masked_fill_(membership(static, budget.local_start).gather(-1, blocks), float("-inf"))
         best = scores.topk(budget.num_middle - static.shape[-1]).indices
         blocks = torch.cat([static, blocks.gather(-1, best)], -1)
         state.selection = Selection.of(

@@ -9,6 +9,13 @@ import numpy as np
 import torch
 
 
+def membership(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """bool `[..., num_blocks]`: whether a block is among `blocks` `[..., n]`."""
+    # numpy's zeros: torch wakes its threads for as little as this
+    found = torch.from_numpy(np.zeros((*blocks.shape[:-1], num_blocks), bool))
+    return found.scatter_(-1, blocks, True)
+
+
 @dataclass
 class ReqMeta:
     """One request in one step (the seed's fields, then ours).
@@ -70,9 +77,8 @@ class Selection(NamedTuple):
 
     @classmethod
     def of(cls, init: int, local_start: int, middle: torch.Tensor, num_lexical: int) -> Selection:
-        is_fixed = torch.zeros(*middle.shape[:2], local_start, dtype=torch.bool)
-        is_fixed.scatter_(-1, middle[..., : middle.shape[-1] - num_lexical], True)
-        return cls(init, local_start, middle, num_lexical, is_fixed)
+        fixed = middle[..., : middle.shape[-1] - num_lexical]
+        return cls(init, local_start, middle, num_lexical, membership(fixed, local_start))
 
     def with_blocks(self, wanted: np.ndarray) -> torch.Tensor:
         """`[num_layers, groups, num_lexical]`: the wanted blocks that are not fixed, then the best of the rest."""
