@@ -109,7 +109,7 @@ def test_an_api_key_never_appears_in_a_message() -> None:
 
 def test_ucm_blocks_are_read_as_they_stand() -> None:
     settings = parse_settings(yaml.safe_load(UCM_ESA + UCM_BLEND))
-    assert settings.esa == EsaSettings(enabled=True)
+    assert settings.esa == EsaSettings(enabled=True, local_window_sz=2)
     assert settings.store.storage_backends == ["/data/ucm_cache"]
     assert (settings.blend.rope_theta, settings.blend.head_dim) == (10000.0, 128)
     assert settings.blend.enabled
