@@ -144,7 +144,7 @@ class EsaSettings(_Section):
     retrieval_workers: int = Field(default=4, ge=1)
     retrieval_cache_size: int = Field(default=10000, ge=1)
     representation: Literal["mean", "minmax", "mean_std", "cumulant"] = "cumulant"
-    static_share: Ratio = Field(default=0.5, description="share of the middle budget given by prompt attention mass")
+    static_share: Ratio = Field(default=0.65, description="share of the rest given by prompt attention mass")
     deadline_ms: float = Field(default=5.0, ge=0.0)
     fallback: Literal["last", "local", "dense"] = "last"
     retrieval_dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"

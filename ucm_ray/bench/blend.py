@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BUDGETS = "0.02,0.05,0.10,0.15,0.30"
 BudgetsOption = Annotated[str, typer.Option(help="Shares of the reused tokens, comma-separated.")]
+POLICIES = ("boundary", "hkvd", "query")
 HKVD_LAYERS = (1, 3)
 ANSWER_TOKENS = 24
 QUALITY_DTYPE = "float32"
@@ -64,10 +65,11 @@ class Quality:
     agreement: list[float] = field(default_factory=list)
 
 
-def rows_of(budgets: Sequence[float]) -> list[Row]:
+def rows_of(budgets: Sequence[float], policies: Sequence[str] = POLICIES) -> list[Row]:
     """Every row that is blended: `none` once, the other policies at each budget, HKVD at both layers."""
-    policies = ["boundary", *(f"hkvd@{layer}" for layer in HKVD_LAYERS), "query"]
-    return [Row("none", 0.0), *(Row(policy, budget) for policy in policies for budget in budgets)]
+    names = [name for policy in policies
+             for name in ([f"hkvd@{layer}" for layer in HKVD_LAYERS] if policy == "hkvd" else [policy])]
+    return [Row("none", 0.0), *(Row(name, budget) for name in names for budget in budgets)]
 
 
 def main(
@@ -76,6 +78,7 @@ def main(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts that quality is measured on.")] = 16,
     repeat: Annotated[int, typer.Option(min=1, help="Prompts that TTFT is measured on, after one to warm up.")] = 8,
     budgets: BudgetsOption = DEFAULT_BUDGETS,
+    policies: Annotated[str, typer.Option(help="Beside `none`, comma-separated.")] = ",".join(POLICIES),
     held_out: Annotated[bool, typer.Option(help="Measure quality on the held-out prompts.")] = False,
     speed: Annotated[bool, typer.Option(help="Measure TTFT, in the engine's own dtype.")] = True,
     quality: Annotated[bool, typer.Option(help="Measure KL and agreement, in float32.")] = True,
@@ -88,9 +91,11 @@ def main(
     """
     from ucm_ray.bench.report import write_json
 
-    shares = parse_budgets(budgets)
+    shares, names = parse_budgets(budgets), policies.split(",")
+    if unknown := sorted(set(names) - set(POLICIES)):
+        raise typer.BadParameter(f"policies: found {unknown[0]!r}, expected some of {', '.join(POLICIES)}")
     found = measure(config, prompts, repeat, shares, held_out, speed, quality, typer.echo,
-                    keep=lambda report: write_json(json_path, report))
+                    keep=lambda report: write_json(json_path, report), policies=names)
     print_report(found)
 
 
@@ -129,7 +134,8 @@ class Results:
 
 def measure(config: Path | None, prompts: int, repeat: int, budgets: Sequence[float], held_out: bool = False,
             speed: bool = True, quality: bool = True, progress: Callable[[str], None] = print,
-            keep: Callable[[dict[str, Any]], None] = lambda report: None) -> dict[str, Any]:
+            keep: Callable[[dict[str, Any]], None] = lambda report: None,
+            policies: Sequence[str] = POLICIES) -> dict[str, Any]:
     """Run the measurements and return the report.
 
     `keep` is given the report after every prompt, so that a long run that is interrupted is not lost.
@@ -140,8 +146,8 @@ def measure(config: Path | None, prompts: int, repeat: int, budgets: Sequence[fl
 
     settings = load_settings(config)
     served = served_dtype(settings)
-    results = Results(rows_of(budgets), {"model": settings.model, "dtype_ttft": served, "dtype_quality": QUALITY_DTYPE,
-                                         "held_out": held_out})
+    results = Results(rows_of(budgets, policies), {
+        "model": settings.model, "dtype_ttft": served, "dtype_quality": QUALITY_DTYPE, "held_out": held_out})
     # where the service runs in float32 too, one engine does for both
     for dtype in dict.fromkeys([served] * speed + [QUALITY_DTYPE] * quality):
         with _engine(settings, dtype, progress) as engine:
@@ -306,11 +312,13 @@ def better_layers(rows: Sequence[Row], qualities: dict[Row, Quality]) -> dict[fl
 def wins(rows: Sequence[Row], chosen: dict[float, Row], qualities: dict[Row, Quality]) -> list[dict[str, Any]]:
     """On how many prompts `query` has a lower KL than another policy at the same budget."""
     found = []
-    for budget, hkvd in chosen.items():
+    for budget in dict.fromkeys(row.budget for row in rows if row.policy == "query"):
         for name in PAIRED_AGAINST:
-            ours = qualities[Row("query", budget)].kl
-            theirs = qualities[hkvd if name == "hkvd" else Row(name, budget)].kl
-            won = sum(mine < other for mine, other in zip(ours, theirs, strict=True))
+            other = chosen.get(budget) if name == "hkvd" else Row(name, budget)
+            if other not in rows:
+                continue  # left out by --policies
+            ours, theirs = qualities[Row("query", budget)].kl, qualities[other].kl
+            won = sum(mine < other_kl for mine, other_kl in zip(ours, theirs, strict=True))
             found.append({"budget": budget, "against": name, "wins": won, "prompts": len(ours)})
     return found
 
@@ -345,6 +353,7 @@ def print_report(found: dict[str, Any]) -> None:
     from ucm_ray.bench.report import table
 
     for title, rows in (("Blending", found["rows"]), ("HKVD by layer", found["hkvd_layers"])):
-        table(rows, title, [column for column in COLUMNS if any(column in row for row in rows)])
+        if rows:
+            table(rows, title, [column for column in COLUMNS if any(column in row for row in rows)])
     if found["wins"]:
         table(found["wins"], "Prompts on which query has the lower KL")

@@ -36,7 +36,7 @@ class EsaConfig:
         retrieval_workers, retrieval_cache_size: threads and blocks of the local retrieval worker.
         retrieval_dtype: what representations are kept in.
         representation: how blocks are scored, see `ucm_ray.retrieval.representations`.
-        static_share: share of the middle budget given, once and for good, to the blocks that the last prompt queries
+        static_share: share of the middle budget, the lexical blocks aside, given once and for good, to the blocks that the last prompt queries
             attended to; representations are blind to single tokens that draw attention from everywhere.
         prompt_window: how many of the last prompt queries are asked.
         lexical_blocks: of the middle budget, at most that many blocks (and at most half) are chosen anew in every step:
@@ -59,7 +59,7 @@ class EsaConfig:
     retrieval_cache_size: int = 10000
     retrieval_dtype: str = "bfloat16"
     representation: str = "cumulant"
-    static_share: float = 0.5
+    static_share: float = 0.65
     prompt_window: int = 32
     lexical_blocks: int = 8
     drift_cosine: float = 0.0
