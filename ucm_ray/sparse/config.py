@@ -36,8 +36,8 @@ class EsaConfig:
         retrieval_workers, retrieval_cache_size: threads and blocks of the local retrieval worker.
         retrieval_dtype: what representations are kept in.
         representation: how blocks are scored, see `ucm_ray.retrieval.representations`.
-        static_share: share of the middle budget, the lexical blocks aside, given once and for good, to the blocks that the last prompt queries
-            attended to; representations are blind to single tokens that draw attention from everywhere.
+        static_share: share of the middle budget, the lexical blocks aside, given once and for good to the blocks that
+            the last prompt queries attended to; representations are blind to tokens that everything attends to.
         prompt_window: how many of the last prompt queries are asked.
         lexical_blocks: of the middle budget, at most that many blocks (and at most half) are chosen anew in every step:
             those that hold what followed earlier occurrences of the last tokens, see `lexical.followers`.
