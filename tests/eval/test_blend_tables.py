@@ -115,3 +115,11 @@ def test_a_file_that_is_no_result_is_refused_by_name(tmp_path):
     path.write_text("{}")
     with pytest.raises(typer.BadParameter, match="found no 'rows'"):
         read_measured(path)
+
+
+def test_policies_that_are_left_out_are_neither_rows_nor_compared_with(qualities):
+    rows = rows_of(BUDGETS, ("boundary", "query"))
+    assert {row.policy for row in rows} == {"none", "boundary", "query"}
+    assert better_layers(rows, qualities) == {}
+    assert {found["against"] for found in wins(rows, {}, qualities)} == {"boundary"}
+    assert summarize(rows_of(BUDGETS, ("hkvd",)), {}, qualities)["wins"] == []

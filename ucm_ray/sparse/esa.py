@@ -324,10 +324,7 @@ class ESA(UcmSparseBase):
         table[..., init + k :] = blocks[selection.local_start :]
         if self.groups > 1:
             table.mul_(self.groups).add_(self._heads)
-        chosen = np.zeros(len(blocks), bool)
-        chosen[middle.numpy()] = True
-        chosen[:init] = chosen[selection.local_start :] = True
-        state.selected_blocks = np.flatnonzero(chosen).tolist()
+        state.selected_blocks = selection.blocks_read(middle, len(blocks))
 
     def _write_lexical(self, table: torch.Tensor, meta: ReqMeta, state: RequestState) -> None:
         """Put the blocks that repeat the last tokens into the places the selection leaves them."""
@@ -345,11 +342,8 @@ class ESA(UcmSparseBase):
         if self.groups > 1:
             places.mul_(self.groups).add_(self._heads)
         if len(wanted):
-            chosen = np.zeros(self._num_blocks(meta.num_tokens), bool)
-            chosen[: selection.init] = chosen[selection.local_start :] = True
-            chosen[np.flatnonzero(selection.is_fixed.numpy().any((0, 1)))] = True
-            chosen[found.numpy()] = True
-            meta.selected_blocks = np.flatnonzero(chosen).tolist()
+            middle = torch.cat([selection.middle[..., : -selection.num_lexical], found], -1)
+            meta.selected_blocks = selection.blocks_read(middle, self._num_blocks(meta.num_tokens))
 
     def _count(self, sparse: list[tuple[ReqMeta, RequestState]]) -> None:
         narrowed = {id(state) for _, state in sparse}

@@ -80,6 +80,13 @@ class Selection(NamedTuple):
         fixed = middle[..., : middle.shape[-1] - num_lexical]
         return cls(init, local_start, middle, num_lexical, membership(fixed, local_start))
 
+    def blocks_read(self, middle: torch.Tensor, num_blocks: int) -> list[int]:
+        """Blocks that are read in any layer or group, ascending, with `middle` in place of the selection's own."""
+        chosen = np.zeros(num_blocks, bool)
+        chosen[: self.init] = chosen[self.local_start :] = True
+        chosen[middle.numpy()] = True
+        return np.flatnonzero(chosen).tolist()
+
     def with_blocks(self, wanted: np.ndarray) -> torch.Tensor:
         """`[num_layers, groups, num_lexical]`: the wanted blocks that are not fixed, then the best of the rest."""
         rest = self.middle[..., self.middle.shape[-1] - self.num_lexical :]
