@@ -74,15 +74,9 @@ def test_more_documents_than_there_are_is_an_error(tokenizer):
         evaluation_prompts(tokenizer, documents_per_prompt=1000)
 
 
-@pytest.mark.parametrize("length", [0, 1, 100, 400, 1000])
-def test_the_sink_passage_has_the_length_asked_for_and_ends_with_the_paragraph(tokenizer, length):
-    ids = sink_tokens(tokenizer, length)
-    assert len(ids) == length
-    paragraph = tokenizer.encode(SINK_TEXT)
-    tail = min(length, len(paragraph))
-    assert ids[length - tail :] == paragraph[len(paragraph) - tail :]
-
-
-def test_a_negative_sink_length_is_an_error(tokenizer):
-    with pytest.raises(ValueError, match="n_tokens: found -1"):
-        sink_tokens(tokenizer, -1)
+@pytest.mark.parametrize(("max_model_len", "length"), [(4, 1), (1024, 256), (4096, 1024), (8192, None), (10**6, None)])
+def test_the_sink_passage_takes_a_quarter_at_most_and_ends_with_its_paragraph(tokenizer, max_model_len, length):
+    ids = sink_tokens(tokenizer, max_model_len)
+    passage = tokenizer.encode(SINK_TEXT)
+    assert 2000 < len(passage) <= 2048 and SINK_TEXT.endswith(".\n\n")
+    assert ids == (passage if length is None else passage[-length:])

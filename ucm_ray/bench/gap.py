@@ -44,7 +44,7 @@ def measure(config: Path | None, repeat: int, progress: Callable[[str], None]) -
     settings = load_settings(config)
     modes = {"plain": FULL_PREFILL, "blend": {"blend": True}}
     seen: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in modes}
-    with MeasuringEngine(settings, max_model_len=8192) as engine:
+    with MeasuringEngine(settings) as engine:
         engine.ingest([document.stored_text for document in load_documents()])
         prompts = evaluation_prompts(engine.tokenizer, repeat + 1)
         for number, prompt in enumerate(prompts):

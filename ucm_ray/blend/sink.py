@@ -1,38 +1,28 @@
 """The sink passage: the fixed text in front of which no document is stored.
 
 KV of a document computed from position 0 carries an attention sink on its own first tokens, which does harm wherever
-else that KV is used. Canonical ingest therefore computes documents behind this passage. It is one neutral paragraph of
-plain prose, repeated to length; its KV is computed once per engine and never becomes part of a prompt.
+else that KV is used, and KV computed behind little or monotonous text differs more from what a long prompt gives.
+Canonical ingest therefore computes documents behind this passage: two dozen paragraphs of plain prose on as many
+subjects. Its KV is computed once per engine (vLLM's prefix cache keeps it) and never becomes part of a prompt.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-SINK_TEXT = (
-    "The following pages were gathered over a number of years and are kept here in the order in which they arrived. "
-    "Some of them were written with care and some in haste, some are long and others take up only a few lines. They "
-    "speak of places, of people and of the work that is done from one day to the next, and no part of them depends on "
-    "another. A reader may begin anywhere, leave out whatever is of no use, and come back to it at a later time. Where "
-    "a date or a name is given it is given as it was found. Nothing has been added, and nothing has been taken away."
-    "\n\n"
-)
+SINK_TEXT = (Path(__file__).parent / "sink_passage.txt").read_text(encoding="utf-8") + "\n"
+LARGEST_SHARE = 4
 
 
-def sink_tokens(tokenizer: Any, n_tokens: int = 400) -> list[int]:
-    """Token ids of the sink passage, repeated and cut to exactly `n_tokens`.
+def sink_tokens(tokenizer: Any, max_model_len: int) -> list[int]:
+    """Token ids of the sink passage, or of its end where it would take more than a quarter of `max_model_len`.
 
-    The last tokens are those of the paragraph's end, so that a document follows a finished sentence and a blank line.
+    A document follows a finished sentence and a blank line.
 
     Args:
         tokenizer: anything with `encode(text, add_special_tokens=False) -> list[int]`.
-        n_tokens: length wanted; 0 gives an empty list.
-
-    Raises:
-        ValueError: `n_tokens` is negative.
+        max_model_len: most tokens the engine takes in one request.
     """
-    if n_tokens < 0:
-        raise ValueError(f"n_tokens: found {n_tokens}, expected 0 or more")
-    paragraph = list(tokenizer.encode(SINK_TEXT, add_special_tokens=False))
-    repeats = -(-n_tokens // len(paragraph))
-    return (paragraph * repeats)[len(paragraph) * repeats - n_tokens :]
+    ids = list(tokenizer.encode(SINK_TEXT, add_special_tokens=False))
+    return ids[max(0, len(ids) - max_model_len // LARGEST_SHARE) :]

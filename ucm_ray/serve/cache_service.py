@@ -50,8 +50,8 @@ class CacheService:
         self.receipts = ReceiptBook(settings.service.kept_receipts)
         self._analyzer = ChunkAnalyzer(settings.blend.blend_chunk_size, settings.blend.min_match_ratio,
                                        settings.blend.anchor_tokens)
-        self._sink = sink_tokens(tokenizer)
         self._engine: dict[str, Any] | None = None
+        self._sink: list[int] = []  # known with the engine
         self._meeting: asyncio.Task[Any] | None = None
         self._totals: OrderedDict[str, dict[str, float]] = OrderedDict()
         self._ingests = asyncio.Semaphore(_PARALLEL_INGESTS)
@@ -60,7 +60,9 @@ class CacheService:
     async def engine(self) -> dict[str, Any]:
         """What `UcmLLMServer.describe` says. Waits for an engine the first time."""
         if self._engine is None:
-            self._engine = await self._engines.describe.remote()
+            engine = await self._engines.describe.remote()
+            self._sink = sink_tokens(self.tokenizer, engine["max_model_len"])
+            self._engine = engine
         return self._engine
 
     async def namespace(self, salt: str) -> str:

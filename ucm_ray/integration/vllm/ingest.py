@@ -10,8 +10,6 @@ from vllm import SamplingParams
 
 from ucm_ray.blend.sink import sink_tokens
 
-SINK_TOKENS = 400
-
 
 def ingest_prompt(token_ids: Sequence[int], sink_ids: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
     """Prompt and `kv_transfer_params` of the request that stores a document; for any client of an engine."""
@@ -19,15 +17,16 @@ def ingest_prompt(token_ids: Sequence[int], sink_ids: Sequence[int]) -> tuple[li
 
 
 def ingest_documents(llm: Any, documents: Sequence[str | Sequence[int]], cache_salt: str | None = None,
-                     sink: int = SINK_TOKENS, progress: bool = True) -> list[int]:
+                     progress: bool = True) -> list[int]:
     """Compute and store documents (texts or token ids); what is stored already is skipped by the engine.
 
     Interrupted, it can be called again: only what is missing is stored. Returns the tokens of each document. Raises
     ValueError for an empty document or one that does not fit behind the sink passage.
     """
     tokenizer = llm.get_tokenizer()
-    sink_ids = sink_tokens(tokenizer, sink)
-    limit = llm.llm_engine.model_config.max_model_len - len(sink_ids) - 1
+    longest = llm.llm_engine.model_config.max_model_len
+    sink_ids = sink_tokens(tokenizer, longest)
+    limit = longest - len(sink_ids) - 1
     texts = [tokenizer.encode(doc, add_special_tokens=False) if isinstance(doc, str) else list(doc)
              for doc in documents]
     for number, ids in enumerate(texts):

@@ -45,11 +45,12 @@ class MeasuringEngine:
     row does what it is named for, and scheduling is synchronous where answers are forced.
     """
 
-    def __init__(self, settings: Settings, dtype: str = "auto", max_model_len: int = 4096, max_num_seqs: int = 16,
-                 **engine_args: Any) -> None:
+    def __init__(self, settings: Settings, dtype: str = "auto", max_model_len: int | None = None,
+                 max_num_seqs: int = 16, **engine_args: Any) -> None:
         self._settings = settings
         self._dtype = served_dtype(settings) if dtype == "auto" else dtype
-        self._arguments = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs} | engine_args
+        self._arguments = {"max_model_len": max_model_len or settings.engine.max_model_len,
+                           "max_num_seqs": max_num_seqs} | engine_args
         self.llm: Any = None
         self.folder: Path | None = None
 

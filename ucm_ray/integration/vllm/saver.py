@@ -36,7 +36,7 @@ MAX_PENDING_INGESTS = 4
 INGEST_PATIENCE_S = 30.0  # blocks of a finished request are held at most that long for canonical ingest
 MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held
 MIN_INGEST_ROOM = 64
-SINK_TOKENS = 400
+GAP_SINK_TOKENS = 400  # computed anew for each request whose gaps are stored, so the passage's end must do
 
 
 class Saver:
@@ -71,7 +71,7 @@ class Saver:
             from vllm.tokenizers import get_tokenizer
 
             tokenizer = get_tokenizer(self._model.tokenizer, trust_remote_code=self._model.trust_remote_code)
-            self._sink = list(sink_tokens(tokenizer, SINK_TOKENS))
+            self._sink = sink_tokens(tokenizer, self._model.max_model_len)[-GAP_SINK_TOKENS:]
         except Exception as error:
             logger.warning("text first seen inside blended requests is not stored: no tokenizer (%s)", error)
 
