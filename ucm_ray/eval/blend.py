@@ -63,7 +63,7 @@ def draw(found: dict[str, Any], png: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = found["rows"]
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    figure = Figure(figsize=(15, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     by_budget, by_time, agreeing = figure.subplots(1, 3)
     _curves(by_budget, rows, "budget", "kl_mean")
@@ -76,15 +76,28 @@ def draw(found: dict[str, Any], png: Path) -> None:
     if full_s:
         by_time.axvline(full_s, color="black", linestyle=":", label="full prefill")
     noise = next((row["kl_mean"] for row in rows if row["policy"] == "rounding_noise"), None)
+    measured = [row["kl_mean"] for row in rows if row["policy"] in (*DRAWN, "none") and row["kl_mean"]]
     for axes in (by_budget, by_time):
-        if noise:
+        if noise and measured and noise < min(measured) / 10:  # the curves would be flat if it were in the picture
+            axes.plot([], [], color="grey", linestyle="--", label=f"rounding noise: {noise:.0e}, far below")
+        elif noise:
             axes.axhline(noise, color="grey", linestyle="--", label="rounding noise")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(_some_minor)
+    by_time.xaxis.set_major_formatter("{x:g}")
+    by_time.xaxis.set_minor_formatter(_some_minor)
     for axes in (by_budget, by_time, agreeing):
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
+    by_label = {label: handle for axes in (by_budget, by_time, agreeing)
+                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(by_label.values(), by_label, loc="outside lower center", ncols=6)
     png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=120)
+
+
+def _some_minor(value: float, position: int | None = None) -> str:
+    """Labels between powers of ten on a logarithmic axis: 2 and 5."""
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
 def _curves(axes: Any, rows: list[dict[str, Any]], x: str, y: str) -> None:
