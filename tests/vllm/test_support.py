@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from ucm_ray.integration.vllm.support import unsupported_engine, unsupported_layers, unsupported_request
+from ucm_ray.integration.vllm.support import own_layers, unsupported_engine, unsupported_layers, unsupported_request
 
 
 def config(**changes) -> SimpleNamespace:
@@ -70,6 +70,16 @@ def test_layers_that_cannot_blend_say_why(changes, reason):
     odd = SimpleNamespace(impl=SimpleNamespace(**(plain | changes)))
     assert unsupported_layers({"a": layer}) == ""
     assert reason in unsupported_layers({"a": layer, "b": odd})
+
+
+def test_caches_of_a_second_engine_in_the_process_are_refused(monkeypatch):
+    """vLLM has one connector a process: it would be given another engine's caches, and blend into them."""
+    mine, other = torch.zeros(2), torch.zeros(2)
+    layers = {"a": SimpleNamespace(kv_cache=mine), "encoder": SimpleNamespace(kv_cache=other)}
+    monkeypatch.setattr("ucm_ray.integration.vllm.support.get_layers_from_vllm_config", lambda config, kind: layers)
+    assert list(own_layers(config(), {"a": mine})) == ["a"]
+    with pytest.raises(RuntimeError, match="one connector a process"):
+        own_layers(config(), {"a": other})
 
 
 @pytest.mark.parametrize("changes, reason", [

@@ -26,6 +26,7 @@ from ucm_ray.integration.vllm.esa_meta import EsaReport, EsaStepMeta
 from ucm_ray.integration.vllm.esa_runtime import EsaRuntime
 from ucm_ray.integration.vllm.esa_scheduler import EsaScheduler
 from ucm_ray.integration.vllm.settings import ConnectorSettings
+from ucm_ray.integration.vllm.support import own_layers
 
 logger = logging.getLogger("ucm_ray.sparse")
 
@@ -59,8 +60,12 @@ class EsaConnector(KVConnectorBase_V1):
 
     # ---- worker side
 
-    @harmless(None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        own_layers(self._vllm_config, kv_caches)  # the one error that must stop the engine
+        self._start(kv_caches)
+
+    @harmless(None)
+    def _start(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._runtime = EsaRuntime(
             self._vllm_config,
             self._settings.esa.model_dump(),

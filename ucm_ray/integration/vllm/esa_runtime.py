@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.config import VllmConfig
 
 from ucm_ray.integration.vllm import esa_backend
 from ucm_ray.integration.vllm.esa_kernels import kernel_for
@@ -22,6 +21,7 @@ from ucm_ray.integration.vllm.esa_meta import EsaReport, EsaRequestStep, EsaStep
 from ucm_ray.integration.vllm.esa_scheduler import unsupported
 from ucm_ray.integration.vllm.paged_kv import PagedKV, paged_kv_for
 from ucm_ray.integration.vllm.plugin import root_module
+from ucm_ray.integration.vllm.support import own_layers
 from ucm_ray.retrieval.packed import Geometry
 from ucm_ray.retrieval.retriever import Retriever
 from ucm_ray.retrieval.worker import RetrievalWorker
@@ -61,8 +61,7 @@ class EsaRuntime:
         paged: PagedKV | None = None,
         retrieval: dict[str, Any] | None = None,
     ) -> None:
-        layers = get_layers_from_vllm_config(vllm_config, Attention)
-        layers = {name: layer for name, layer in layers.items() if name in kv_caches}
+        layers = own_layers(vllm_config, kv_caches)
         self.disabled = unsupported(vllm_config) or unsupported_layers(layers)
         self._requests: dict[str, _Request] = {}
         self._step: list[EsaRequestStep] = []

@@ -67,6 +67,7 @@ class MeasuringEngine:
 
     def _start(self) -> Any:
         engine = self._settings.engine
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # one connector a process
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(engine.cpu_kv_cache_gib))

@@ -17,6 +17,7 @@ class SelfCheckFailed(RuntimeError):
     """This engine does not do what blending relies on."""
 
 
+@torch.inference_mode()  # where vLLM made the cache in that mode, writing to it needs it too
 def check_engine(virtual: VirtualSequences, corrector: PositionCorrector, vocab_size: int) -> None:
     """Raises `SelfCheckFailed` unless (1) keys and values read back as written, (2) ranges recomputed as rows give what
     one prefill gives, (3) rotating the first layer's keys gives what computing at the new position gives.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.request import Request
 
 
@@ -45,6 +47,20 @@ def _unsupported_groups(kv_cache_config: KVCacheConfig) -> str:
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:
         return "layers use sliding-window or chunked local attention"
     return ""
+
+
+def own_layers(config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The engine's attention layers by name.
+
+    Raises RuntimeError for caches that are not theirs: vLLM hands the worker of a second engine in the same process the
+    connector of the first, which would then blend into the wrong cache.
+    """
+    layers = get_layers_from_vllm_config(config, Attention)
+    layers = {name: layer for name, layer in layers.items() if name in kv_caches}
+    if any(layer.kv_cache.data_ptr() != kv_caches[name].data_ptr() for name, layer in layers.items()):
+        raise RuntimeError("this process already runs an engine with a KV connector, and vLLM keeps one connector a "
+                           "process: start the second engine in its own (VLLM_ENABLE_V1_MULTIPROCESSING=1)")
+    return layers
 
 
 def unsupported_layers(layers: dict[str, Any]) -> str:

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
 from ucm_ray.integration.vllm.blend_task import BlendTask
@@ -24,7 +23,7 @@ from ucm_ray.integration.vllm.placement import make_placer, slots_of
 from ucm_ray.integration.vllm.plugin import root_module
 from ucm_ray.integration.vllm.self_check import check_engine
 from ucm_ray.integration.vllm.settings import ConnectorSettings
-from ucm_ray.integration.vllm.support import unsupported_layers
+from ucm_ray.integration.vllm.support import own_layers, unsupported_layers
 from ucm_ray.integration.vllm.virtual_sequences import Row, VirtualSequences
 from ucm_ray.store import ChunkMeta, StoredChunk, UcmConnectorFactory
 
@@ -67,9 +66,8 @@ class WorkerSide:
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find model and layout, and prove on this very engine that both do what we believe."""
+        layers = own_layers(self._config, kv_caches)
         try:
-            layers = get_layers_from_vllm_config(self._config, Attention)
-            layers = {name: layer for name, layer in layers.items() if name in kv_caches}
             reason = unsupported_layers(layers)
             if reason:
                 raise ValueError(reason)
