@@ -38,21 +38,20 @@ class Geometry:
         return parent
 
 
+# 4 of the 32 layers of Llama-2-7B
+_LLAMA_2_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 65536,
+}
 GEOMETRIES = {
-    # 4 of the 32 layers and an eighth of the vocabulary: the language head keeps its share of a step
-    "llama-2-7b-eighth": Geometry(
-        "llama-2-7b-eighth",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "vocab_size": 4000,
-            "max_position_embeddings": 65536,
-        },
-        65536,
-    ),
+    "llama-2-7b": Geometry("llama-2-7b", _LLAMA_2_7B, 65536),
+    # an eighth of the vocabulary as well: the language head has the share of a step it has in the whole model
+    "llama-2-7b-eighth": Geometry("llama-2-7b-eighth", _LLAMA_2_7B | {"vocab_size": 4000}, 65536),
     "default": Geometry("default", None, 8192),
 }
 
