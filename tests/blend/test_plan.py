@@ -187,6 +187,15 @@ def test_too_little_reuse_is_declined():
     assert isinstance(Planner().plan([], [], 0), Decline)
 
 
+def test_a_few_shifted_tokens_are_not_worth_the_exactness_of_the_rest():
+    exact = Chunk(0, 64, ChunkType.FULL_MATCH, "a", 0, 0, "s")
+    few = Chunk(64, 84, ChunkType.FULL_MATCH, "b", 7, 0, "t")
+    plan = Planner().plan(words(0, 200), [exact, few], 0)
+    assert plan.exact and (plan.reused_tokens, plan.end) == (64, 64) and plan.chunks == (exact,)
+    many = Chunk(64, 100, ChunkType.FULL_MATCH, "b", 7, 0, "t")
+    assert Planner().plan(words(0, 200), [exact, many], 0).reused_tokens == 100
+
+
 def test_reuse_below_the_prefix_hit_does_not_count():
     prompt, records = shuffled_prompt()
     assert planned(prompt, records, num_computed=210).runs[0].start == 210

@@ -211,6 +211,84 @@ def test_new_text_between_cached_documents_is_reused_at_its_third_occurrence(fre
     assert third["reused_tokens"] >= second["reused_tokens"] >= first["reused_tokens"] + 64
 
 
+def test_a_chat_whose_oldest_turn_is_dropped_reuses_the_later_ones_and_their_answers(fresh, documents):
+    """Every request's last turn is new, and stood behind reused text when it came first."""
+    system = fresh.tokens("You answer at length.")
+    turns: list[list[int]] = []
+    for number in range(7):
+        ask = fresh.tokens("\nUser: ") + documents[number] + fresh.tokens("\nAssistant:")
+        history = sum(turns[-3:], [])
+        output = fresh.ask(system + history + ask, 40)
+        turns.append(ask + text_ids(output))
+        fresh.forget_prefixes()
+        if number > 3:  # the oldest turn is gone
+            assert receipt(output)["policy"] == "query"
+            assert receipt(output)["reused_tokens"] >= len(history) - 8
+
+
+def test_text_that_comes_again_is_stored_beside_a_decoding_request(fresh, documents, rag, monkeypatch):
+    """A busy engine has no idle step: what is met a second time is computed in small slices between the others."""
+    fresh.ingest([documents[0], documents[1]])
+    before = set(fresh.files())
+    worker, engine = fresh.worker, fresh.llm.llm_engine
+    run, slices = worker._virtual.run, []
+
+    def counting_run(rows, *args):
+        slices.append(sum(row.end - row.start for row in rows))
+        return run(rows, *args)
+
+    def through(number: int, prompt: list[int]) -> None:
+        engine.add_request(f"new-{number}", {"prompt_token_ids": prompt}, fresh.sampling(1, {"policy": "none"}))
+        for _ in range(30):
+            engine.step()
+
+    engine.add_request("decoding", {"prompt_token_ids": fresh.tokens("Once upon a time")},
+                       fresh.sampling(100, {"blend": False, "save": False}))
+    through(1, rag([0, 5, 1]))
+    worker._store.flush(20)
+    assert set(fresh.files()) == before
+    monkeypatch.setattr(worker._virtual, "run", counting_run)
+    through(2, rag([1, 5, 0]))
+    assert engine.has_unfinished_requests(), "the other one had ended: the engine was idle"
+    worker._store.flush(20)
+    assert set(fresh.files()) > before
+    assert max(slices) <= 128
+    while engine.has_unfinished_requests():
+        engine.step()
+    fresh.settle()
+
+
+def test_text_behind_the_kept_passage_has_the_kv_of_the_whole_computation(fresh, documents, rag, monkeypatch):
+    """The passage's KV is computed once; what is ingested behind it afterwards is as if all had been."""
+    from ucm_ray.integration.vllm.virtual_sequences import Row
+
+    fresh.ingest([documents[0], documents[1]])
+    worker = fresh.worker
+    save, run, computed, rows = worker._save_chunks, worker._virtual.run, [], []
+
+    def compare(blocks, chunks) -> None:
+        save(blocks, chunks)
+        for start, meta in chunks:
+            computed.append((start, meta.token_ids, worker._unwritten[(meta.namespace, meta.key)][1].clone()))
+
+    def seeing_run(new, *args):
+        rows.extend(new)
+        return run(new, *args)
+
+    monkeypatch.setattr(worker, "_sink", None)
+    fresh.ask(rag([0, 4, 1]), 1)
+    monkeypatch.setattr(worker, "_save_chunks", compare)
+    monkeypatch.setattr(worker._virtual, "run", seeing_run)
+    fresh.ask(rag([0, 5, 1]), 1)
+    (start, text, found), sink = computed[0], worker._sink[0]
+    assert start == len(sink) == rows[-1].start, "the passage was computed again"
+    tokens, blocks = np.concatenate([sink, text]).astype(np.int32), np.arange(1, 40)
+    run([Row(0, len(tokens), tokens, blocks)])
+    whole = torch.empty_like(found)
+    worker._placer.copy_out(blocks, start, whole)
+    assert torch.allclose(found, whole, atol=2e-3)
+
+
 def test_a_hundred_novel_orders_keep_the_reuse_and_grow_no_store(fresh, documents, rag):
     fresh.ingest([ids[:64] for ids in documents[:14]])
     before = fresh.files()

@@ -160,6 +160,11 @@ class Planner:
         start = num_computed_tokens
         exact_spans = self._exact_spans(token_ids, chunks, namespace_hex or self.namespace_hex)
         matched, runs = self._clip(chunks, exact_spans, start, last)
+        exact = [run for run in runs if run.exact]
+        if exact and sum(run.num_tokens for run in runs if not run.exact) < settings.min_reused_tokens:
+            # the others are not worth the exactness of all that comes after them, which could then not be saved either
+            runs = exact
+            matched = [part for run in runs for chunk in matched if (part := clip_chunk(chunk, run.start, run.end))]
         reason = ""
         question = self._question(runs, last)
         if signal == "question_mass" and question is None and runs:

@@ -48,8 +48,11 @@ class IngestJob:
 
     request_id: str
     token_ids: np.ndarray  # int32
+    num_sink_tokens: int
     block_ids: np.ndarray  # int64, blocks nobody else can see
     chunks: list[tuple[int, ChunkMeta]]
+    urgent: bool = False  # not only while nothing else is to do
+    done: int = 0  # the worker's: tokens computed so far
 
 
 @dataclass
@@ -60,6 +63,7 @@ class BlendConnectorMeta(KVConnectorMetadata):
     run: dict[str, np.ndarray] = field(default_factory=dict)  # plans all ranks have read: which chunks are good
     saves: list[SaveJob] = field(default_factory=list)
     ingests: list[IngestJob] = field(default_factory=list)
+    urgent_ingests: list[str] = field(default_factory=list)  # of those sent before
     cancelled_ingests: list[str] = field(default_factory=list)
     dropped_chunks: list[tuple[str, list[str]]] = field(default_factory=list)  # namespace, keys: forget them
     clear_store: bool = False

@@ -6,9 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from cachetools import LRUCache
 from vllm.config import VllmConfig
 
 from ucm_ray.blend.analyzer import ChunkAnalyzer
@@ -36,7 +38,16 @@ MAX_PENDING_INGESTS = 4
 INGEST_PATIENCE_S = 30.0  # blocks of a finished request are held at most that long for canonical ingest
 MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held
 MIN_INGEST_ROOM = 64
+MET_CHUNKS = 1 << 16  # keys of new text that are remembered, to know it again
 GAP_SINK_TOKENS = 400  # computed anew for each request whose gaps are stored, so the passage's end must do
+
+
+@dataclass
+class _Ingest:
+    """Text of a finished request that is being computed for the store."""
+
+    since_s: float  # when its blocks were first held
+    keys: frozenset[str]
 
 
 class Saver:
@@ -53,7 +64,8 @@ class Saver:
                        "head_dim": model.get_head_size(), "dtype": dtype_name(model.dtype),
                        "world_size": parallel.tensor_parallel_size}
         self._source_prefix = source_prefix(config.kv_transfer_config.engine_id)
-        self._ingests: dict[str, float] = {}  # request -> when its blocks were first held
+        self._ingests: dict[str, _Ingest] = {}
+        self._met: LRUCache[str, bool] = LRUCache(MET_CHUNKS)
         self._held: set[str] = set()  # finished requests whose blocks the workers still read
         self._pool: BlockPool | None = None
         self._sink: list[int] | None = None
@@ -146,27 +158,62 @@ class Saver:
         return chunks
 
     def _ingest(self, request: Request, state: RequestState, block_ids: np.ndarray, meta: BlendConnectorMeta) -> bool:
-        """Text first seen in a blended request: computed anew behind the sink passage, in this request's own blocks."""
-        if not state.blended or self._sink is None or len(self._ingests) >= MAX_PENDING_INGESTS:
+        """Text first seen in a blended request: computed anew behind the sink passage, in this request's own blocks.
+
+        Text that has been met before is urgent: it is computed beside other requests, the rest when there are none.
+        """
+        texts = self._new_texts(request, state)
+        if not texts or self._sink is None:
             return False
         own = block_ids[tainted_blocks_from(request) :]
-        texts = [state.token_ids[start:end] for start, end in state.blended]
         room = len(own) * self._block_size - sum(map(len, texts))
         if room < MIN_INGEST_ROOM:
             return False
         sink = np.asarray(self._sink[-min(room, len(self._sink)) :], np.int32)
         tokens = np.concatenate([sink, *texts])
+        covered = self._covered(tokens, state)
         chunks, start = [], len(sink)
         for text in texts:
             chunks += self._new_chunks(tokens, start, start + len(text), state.namespace.hex, "canonical",
-                                       keep_tail=True)
+                                       keep_tail=True, covered=covered)
             start += len(text)
+        chunks = self._not_under_way(chunks, meta)
         if not chunks:
             return False
-        self._ingests[request.request_id] = time.monotonic()
-        meta.ingests.append(IngestJob(request.request_id, tokens, own, chunks))
-        self._count("ingested_tokens", sum(map(len, texts)))
+        keys = frozenset(chunk.key for _, chunk in chunks)
+        urgent = 2 * sum(key in self._met for key in keys) >= len(keys)
+        self._met.update(dict.fromkeys(keys, True))
+        if len(self._ingests) >= MAX_PENDING_INGESTS * (1 + urgent):
+            return False
+        tokens = tokens[: max(start + chunk.num_tokens for start, chunk in chunks)]
+        self._ingests[request.request_id] = _Ingest(time.monotonic(), keys)
+        meta.ingests.append(IngestJob(request.request_id, tokens, len(sink), own, chunks, urgent))
+        self._count("ingested_tokens", len(tokens) - len(sink))
         return True
+
+    def _not_under_way(self, chunks: list[tuple[int, ChunkMeta]], meta: BlendConnectorMeta
+                       ) -> list[tuple[int, ChunkMeta]]:
+        """Those that no other request's ingest will compute; that one has become urgent."""
+        wanted = {chunk.key for _, chunk in chunks}
+        for request_id, ingest in self._ingests.items():
+            if wanted & ingest.keys:
+                meta.urgent_ingests.append(request_id)
+                wanted -= ingest.keys
+        return [(start, chunk) for start, chunk in chunks if chunk.key in wanted]
+
+    def _new_texts(self, request: Request, state: RequestState) -> list[np.ndarray]:
+        """What stood between stored text, and what came after it: the question and the answer, the next turn's history
+        (if it is worth a chunk)."""
+        texts = [state.token_ids[start:end] for start, end in state.gaps]
+        if state.reused_until is not None:
+            last = np.asarray(request.all_token_ids[state.reused_until : request.num_tokens], np.int32)
+            if len(last) >= self._settings.blend_chunk_size:
+                texts.append(last)
+        return texts
+
+    def forget(self) -> None:
+        """No text was met before."""
+        self._met.clear()
 
     # ---- while blocks are held
 
@@ -181,7 +228,8 @@ class Saver:
         now = time.monotonic()
         scarce = self._pool is not None and (
             self._pool.get_num_free_blocks() < MIN_FREE_BLOCKS * self._pool.num_gpu_blocks)
-        late = [rid for rid, since in self._ingests.items() if scarce or now - since > INGEST_PATIENCE_S]
+        late = [request_id for request_id, ingest in self._ingests.items()
+                if scarce or now - ingest.since_s > INGEST_PATIENCE_S]
         for request_id in late:
             del self._ingests[request_id]
         return late

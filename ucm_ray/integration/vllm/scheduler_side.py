@@ -77,7 +77,8 @@ class RequestState:
     plan: Plan | None = None  # of the latest admission
     loading: bool = False
     failed: str = ""  # why blending this request broke down
-    blended: list[tuple[int, int]] = field(default_factory=list)  # gaps of the accepted plan: new text
+    gaps: list[tuple[int, int]] = field(default_factory=list)  # new text between what the accepted plan reuses
+    reused_until: int | None = None  # where the last reused text of the accepted plan ends
     recomputed_ranges: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -155,7 +156,7 @@ class SchedulerSide:
         state.receipt.prefix_tokens = num_computed_tokens
         if isinstance(plan, Decline):
             state.plan = None
-            if not state.blended:
+            if state.reused_until is None:
                 state.receipt.reason = plan.reason
             return 0, False
         state.plan = plan
@@ -206,8 +207,9 @@ class SchedulerSide:
         if exact < plan.end:
             taint_from(request, exact, self._block_size)
         state.loading = True
-        state.blended = [(start, end) for start, end in plan.must_compute if end - start >= MIN_INGEST_TOKENS
-                         and (plan.question is None or end <= plan.question[0])]
+        state.reused_until = plan.runs[-1].end
+        state.gaps = [(start, end) for start, end in plan.must_compute
+                      if end - start >= MIN_INGEST_TOKENS and end <= state.reused_until]
         receipt = state.receipt
         receipt.reused_tokens, receipt.runs = plan.reused_tokens, len(plan.runs)
         receipt.missed_tokens = plan.missed_tokens + len(state.token_ids) - plan.end
@@ -345,6 +347,7 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Forget every stored chunk (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
         self._meta.clear_store = True  # the workers' host memory, and what they have not written yet
+        self._saver.forget()
         self._catalogue.clear(self._store.clear if self._store is not None else None)
         return True
 

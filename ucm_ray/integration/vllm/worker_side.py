@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,7 +35,8 @@ SAVE_TOKENS_PER_STEP = 128  # twice what an engine that decodes can prefill mean
 IDLE_SAVE_TOKENS = 1024
 SAVE_PATIENCE_S = 20.0
 BLOCKED_WAIT_S = 0.002
-INGEST_TOKENS_PER_STEP = 256
+IDLE_INGEST_TOKENS = 256
+INGEST_TOKENS = 128
 
 
 class WorkerSide:
@@ -56,7 +56,7 @@ class WorkerSide:
         self._tasks: dict[str, BlendTask] = {}
         self._saves: list[SaveJob] = []
         self._ingests: dict[str, IngestJob] = {}
-        self._ingested_tokens: Counter[str] = Counter()
+        self._sink: tuple[np.ndarray, torch.Tensor] | None = None  # the passage's tokens and their KV
         self._finished_recving: set[str] = set()
         self._finished_sending: set[str] = set()
         self._invalid_blocks: set[int] = set()
@@ -116,8 +116,8 @@ class WorkerSide:
         self._run_saves(IDLE_SAVE_TOKENS if idle else SAVE_TOKENS_PER_STEP)
         if idle and self._saves and not self._tasks:
             time.sleep(BLOCKED_WAIT_S)  # leave the processor to the writing thread
-        if idle and not self._tasks:
-            self._run_ingests(INGEST_TOKENS_PER_STEP)
+        if not self._tasks:
+            self._run_ingests(idle)
 
     def abandon(self, error: Exception) -> None:
         """A step broke down: give every plan and every held request back, so that nothing waits for us."""
@@ -128,7 +128,6 @@ class WorkerSide:
         self._finished_sending.update(job.request_id for job in self._saves)
         self._finished_sending.update(self._ingests)
         self._tasks, self._saves, self._ingests = {}, [], {}
-        self._ingested_tokens.clear()
 
     def _take(self, meta: BlendConnectorMeta) -> None:
         if meta.clear_store:
@@ -147,6 +146,9 @@ class WorkerSide:
         for job in meta.ingests:
             job.block_ids = self._kernel_blocks(job.block_ids)
             self._ingests[job.request_id] = job
+        for request_id in meta.urgent_ingests:
+            if request_id in self._ingests:
+                self._ingests[request_id].urgent = True
         for request_id in meta.cancelled_ingests:
             if self._ingests.pop(request_id, None) is not None:
                 self._finished_sending.add(request_id)
@@ -362,21 +364,47 @@ class WorkerSide:
 
         self._store.save_async(meta, kv).add_done_callback(written)
 
-    def _run_ingests(self, budget: int) -> None:
-        """Compute queued text behind the sink passage, a slice at a time, then save it."""
-        for request_id, job in list(self._ingests.items())[:1]:
-            done = self._ingested_tokens[request_id]
-            end = min(done + budget, len(job.token_ids))
-            try:
-                self._virtual.run([Row(done, end, job.token_ids, job.block_ids)])
-            except Exception:
-                logger.exception("computing new text for the store failed; it stays unsaved")
-                job.chunks, end = [], len(job.token_ids)
-            self._ingested_tokens[request_id] = end
-            if end == len(job.token_ids):
-                self._save_chunks(job.block_ids, job.chunks)
-                del self._ingests[request_id], self._ingested_tokens[request_id]
-                self._finished_sending.add(request_id)
+    def _run_ingests(self, idle: bool) -> None:
+        """Compute queued text behind the sink passage, a slice at a time, then save it. Beside other requests only what
+        is urgent, in smaller slices."""
+        job = next((job for job in self._ingests.values() if idle or job.urgent), None)
+        if job is None:
+            return
+        length = len(job.token_ids)
+        try:
+            start = job.done or self._place_sink(job)
+            job.done = min(start + (IDLE_INGEST_TOKENS if idle else INGEST_TOKENS), length)
+            self._virtual.run([Row(start, job.done, job.token_ids, job.block_ids)])
+            if job.done >= job.num_sink_tokens:
+                self._keep_sink(job)
+        except Exception:
+            logger.exception("computing new text for the store failed; it stays unsaved")
+            job.chunks, job.done = [], length
+        if job.done == length:
+            self._save_chunks(job.block_ids, job.chunks)
+            del self._ingests[job.request_id]
+            self._finished_sending.add(job.request_id)
+
+    def _place_sink(self, job: IngestJob) -> int:
+        """Write the passage's KV, if it was computed before; tokens written."""
+        sink = job.token_ids[: job.num_sink_tokens]
+        if self._sink is None or not np.array_equal(self._sink[0], sink):
+            return 0
+        kv = self._sink[1].to(self._paged.device)
+        slots = slots_of(job.block_ids, np.arange(len(sink)), self._paged.block_size).to(self._paged.device)
+        for layer in range(len(self._paged.names)):
+            self._paged.write(layer, slots, kv[layer, 0], kv[layer, 1])
+        return len(sink)
+
+    def _keep_sink(self, job: IngestJob) -> None:
+        """Keep the KV of the longest passage so far."""
+        length = job.num_sink_tokens
+        if self._sink is not None and len(self._sink[0]) >= length:
+            return
+        paged = self._paged
+        kv = torch.empty(len(paged.names), 2, length, paged.num_kv_heads, paged.head_dim, dtype=paged.dtype)
+        self._placer.copy_out(job.block_ids, 0, kv)
+        self._sink = (job.token_ids[:length].copy(), kv)
 
     # ---- what the engine asks after the step
 
