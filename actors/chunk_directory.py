@@ -135,7 +135,7 @@ class ChunkTable:
         """Remove chunks, or only one node's copies. Returns the keys that nobody has any more."""
         gone = []
         table = self._by_namespace.get(namespace, {})
-        for key in keys:
+        for key in dict.fromkeys(keys):  # a key named twice is gone once
             entry = table.get(key)
             if entry is None:
                 continue
@@ -149,7 +149,8 @@ class ChunkTable:
     def pin(self, namespace: str, keys: Iterable[str], pinned: bool) -> list[str]:
         """Pin or unpin known chunks. Returns the keys whose state changed."""
         pins = self._pins.setdefault(namespace, set())
-        known = [key for key in keys if key in self._by_namespace.get(namespace, {}) and (key in pins) != pinned]
+        table = self._by_namespace.get(namespace, {})
+        known = [key for key in dict.fromkeys(keys) if key in table and (key in pins) != pinned]
         if known:
             (pins.update if pinned else pins.difference_update)(known)
             self._append("pin" if pinned else "unpin", namespace, keys=tuple(known))
@@ -259,6 +260,7 @@ class ChunkDirectory:
 
     async def delete(self, namespace: str, keys: list[str]) -> int:
         """Delete chunks everywhere: the shared files now, every engine's copy when its subscriber hears of it."""
+        keys = list(dict.fromkeys(keys))
         pinned = any(self._table.is_pinned(namespace, key) for key in keys)
         if self._store is not None:
             await asyncio.to_thread(self._store.delete, namespace, keys)

@@ -125,6 +125,17 @@ def test_a_chunk_of_two_nodes_is_gone_when_both_have_lost_it():
     assert table.remove(SPACE, keys(1), node="two") == keys(1)
 
 
+def test_a_key_named_twice_is_removed_once_and_subscribers_hear_of_it():
+    table, copy = ChunkTable(), Copy()
+    table.add(SPACE, [record(1), record(2)])
+    copy.follow(table)
+    assert table.pin(SPACE, keys(2, 2), True) == keys(2)
+    assert table.remove(SPACE, keys(1, 1, 2)) == keys(1, 2)
+    assert [change.keys for change in copy.follow(table).changes if change.operation == "remove"] == [
+        tuple(keys(1, 2))]
+    assert not copy.chunks[SPACE]
+
+
 @pytest.fixture
 def store_config(tmp_path):
     return {"storage_backends": str(tmp_path / "store"), "store_pipeline": "Cache|Posix",
@@ -155,6 +166,14 @@ def test_the_directory_finds_what_engines_store_and_deletes_it_in_the_shared_fol
     assert engine_store.posix.lookup(SPACE, keys(1, 2)).tolist() == [False, True]
     assert ask(directory.clear(SPACE)) == 1
     assert ask(directory.chunks(OTHER))[0] == 1, "another namespace lost its chunk"
+
+
+def test_deleting_a_key_twice_in_one_request_counts_it_once(store_config, engine_store):
+    engine_store.save(*meta_and_kv(1))
+    directory = ChunkDirectory(store_config, refresh_s=3600)
+    before = ask(directory.changes())
+    assert ask(directory.delete(SPACE, keys(1, 1))) == 1
+    assert [change.operation for change in ask(directory.changes(before.epoch, before.version)).changes] == ["remove"]
 
 
 def test_a_chunk_that_an_engine_evicted_leaves_the_directory(store_config, engine_store):
