@@ -27,6 +27,7 @@ import numpy as np
 from ucm_ray.store import Pipeline, UcmConnectorFactory
 from ucm_ray.store.base import ChunkMeta
 from ucm_ray.store.follower import StoreFollower, pause_s
+from ucm_ray.store.kept_pins import KeptPins
 
 logger = logging.getLogger("ucm_ray.directory")
 
@@ -114,8 +115,9 @@ class ChunkTable:
         return len(self._entries)
 
     @_locked
-    def add(self, namespace: str, records: Iterable[DirectoryRecord], node: str = "") -> int:
-        """Returns how many were new."""
+    def add(self, namespace: str, records: Iterable[DirectoryRecord], node: str = "",
+            pinned: Iterable[str] = ()) -> int:
+        """Returns how many were new. `pinned` are the keys whose pins the owner of the files has kept."""
         new = []
         table = self._by_namespace.setdefault(namespace, OrderedDict())
         for record in records:
@@ -127,6 +129,7 @@ class ChunkTable:
             new.append(record)
         if new:
             self._append("add", namespace, records=tuple(new))
+        self.pin(namespace, pinned, True)
         self._forget_surplus()
         return len(new)
 
@@ -241,14 +244,13 @@ class ChunkDirectory:
         self._delete_at = delete_at
         self._store: Pipeline | None = None
         self._follower: StoreFollower | None = None
-        self._pin_file: Path | None = None
+        self._pins: KeptPins | None = None
         self._started_s = time.time()
         if store_config is not None:
             self._store = UcmConnectorFactory.open_files(store_config)
+            self._pins = KeptPins(self._store.posix)
             self._follower = StoreFollower(self._store.posix)
-            self._pin_file = self._store.posix.folders[0].root / ".store" / "directory_pins.json"
             self._apply_store()
-            self._restore_pins()
             threading.Thread(target=self._follow, args=(refresh_s,), name="ucm-store-follower", daemon=True).start()
 
     async def add(self, namespace: str, records: list[DirectoryRecord], node: str = "") -> int:
@@ -261,8 +263,9 @@ class ChunkDirectory:
     async def delete(self, namespace: str, keys: list[str]) -> int:
         """Delete chunks everywhere: the shared files now, every engine's copy when its subscriber hears of it."""
         keys = list(dict.fromkeys(keys))
-        pinned = any(self._table.is_pinned(namespace, key) for key in keys)
         if self._store is not None:
+            # a pin left behind would hold the same text when it is stored again
+            await asyncio.to_thread(self._pins.set, namespace, keys, False)
             await asyncio.to_thread(self._store.delete, namespace, keys)
         elif self._delete_at is not None:
             by_node: dict[str, list[str]] = {}
@@ -271,21 +274,18 @@ class ChunkDirectory:
                     by_node.setdefault(node, []).append(key)
             for node, theirs in by_node.items():
                 self._delete_at(node, namespace, theirs)
-        gone = self._table.remove(namespace, keys)
-        if pinned:
-            self._save_pins()
-        return len(gone)
+        return len(self._table.remove(namespace, keys))
 
     async def clear(self, namespace: str) -> int:
-        return await self.delete(namespace, self._table.keys(namespace))
+        absent = self._pins.of(namespace) if self._pins is not None else []
+        return await self.delete(namespace, self._table.keys(namespace) + absent)
 
     async def pin(self, namespace: str, keys: list[str], pinned: bool = True) -> int:
-        changed = self._table.pin(namespace, keys, pinned)
-        if changed and self._store is not None:
-            await asyncio.to_thread(self._store.pin if pinned else self._store.unpin, namespace, changed)
-        if changed:
-            self._save_pins()
-        return len(changed)
+        """Returns how many chunks' state changed; unknown ones are ignored."""
+        keys = [key for key in keys if self._table.get(namespace, key) is not None]
+        if self._pins is not None:
+            await asyncio.to_thread(self._pins.set, namespace, keys, pinned)
+        return len(self._table.pin(namespace, keys, pinned))
 
     async def chunks(self, namespace: str, offset: int = 0, limit: int = 100,
                      source_id: str | None = None) -> tuple[int, list[dict[str, Any]]]:
@@ -362,30 +362,10 @@ class ChunkDirectory:
     def _apply_store(self) -> None:
         added, removed = self._follower.changes()
         for namespace, metas in added.items():
-            self._table.add(namespace, [DirectoryRecord.from_meta(meta) for meta in metas])
+            pinned = self._pins.among(namespace, [meta.key for meta in metas])
+            self._table.add(namespace, [DirectoryRecord.from_meta(meta) for meta in metas], pinned=pinned)
         for namespace, keys in removed.items():
             self._table.remove(namespace, keys)
-
-    def _restore_pins(self) -> None:
-        try:
-            pins = json.loads(self._pin_file.read_text())
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError) as error:
-            logger.warning("%s: pins are lost: %s", self._pin_file, error)
-            return
-        for namespace, keys in pins.items():
-            self._store.pin(namespace, self._table.pin(namespace, keys, True))
-
-    def _save_pins(self) -> None:
-        if self._pin_file is None:
-            return
-        temporary = self._pin_file.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(self._table.pins()))
-            temporary.replace(self._pin_file)
-        except OSError as error:
-            logger.warning("pins cannot be saved to %s: %s", self._pin_file, error)
 
     def _describe(self, namespace: str, record: DirectoryRecord) -> dict[str, Any]:
         return {

@@ -194,6 +194,53 @@ def test_pins_and_chunks_survive_a_restart(store_config, engine_store):
     assert described == {keys(1)[0]: True, keys(2)[0]: False}
 
 
+def pinned_in(directory: ChunkDirectory) -> dict[str, bool]:
+    return {chunk["key"]: chunk["pinned"] for chunk in ask(directory.chunks(SPACE))[1]}
+
+
+def test_a_deleted_chunk_that_is_stored_again_is_not_pinned_and_may_be_evicted(store_config, engine_store):
+    engine_store.save(*meta_and_kv(1))
+    directory = ChunkDirectory(store_config, refresh_s=3600)
+    ask(directory.pin(SPACE, keys(1)))
+    folder = engine_store.posix.folders[0]
+    assert folder.pins.all() == {(SPACE, keys(1)[0])}
+    ask(directory.delete(SPACE, keys(1)))
+    ask(directory.reread())
+    engine_store.save(*meta_and_kv(1))
+    ask(directory.reread())
+    assert pinned_in(directory) == {keys(1)[0]: False} and not folder.pins.all()
+    assert not ask(directory.stats())["pinned"]
+
+
+def test_pins_outlive_a_folder_that_cannot_be_read_for_a_while(store_config, engine_store, tmp_path):
+    for number in (1, 2, 3):
+        engine_store.save(*meta_and_kv(number))
+    directory = ChunkDirectory(store_config, refresh_s=3600)
+    ask(directory.pin(SPACE, keys(1)))
+    (tmp_path / "store" / SPACE).rename(tmp_path / "away")
+    ask(directory.reread())
+    assert ask(directory.chunks(SPACE))[0] == 0
+    (tmp_path / "away").rename(tmp_path / "store" / SPACE)
+    ask(directory.reread())
+    assert pinned_in(directory) == dict(zip(keys(1, 2, 3), (True, False, False), strict=True))
+    ask(directory.pin(SPACE, keys(2)))
+    again = ChunkDirectory(store_config, refresh_s=3600)
+    assert pinned_in(again) == dict(zip(keys(1, 2, 3), (True, True, False), strict=True))
+    assert ask(again.pin(SPACE, keys(1), False)) == 1 and not ask(again.pin(SPACE, keys(9)))
+
+
+def test_clearing_a_namespace_takes_back_pins_of_chunks_that_are_not_there(store_config, engine_store):
+    engine_store.save(*meta_and_kv(1))
+    directory = ChunkDirectory(store_config, refresh_s=3600)
+    ask(directory.pin(SPACE, keys(1)))
+    engine_store.delete(SPACE, keys(1))
+    ask(directory.reread())
+    ask(directory.clear(SPACE))
+    engine_store.save(*meta_and_kv(1))
+    ask(directory.reread())
+    assert pinned_in(directory) == {keys(1)[0]: False}
+
+
 def test_documents_are_the_chunks_of_one_ingested_sequence(store_config):
     directory = ChunkDirectory()
     ask(directory.add(SPACE, [record(1), record(2), record(3, "dd" * 16), record(4, "ee" * 16, "request")]))
