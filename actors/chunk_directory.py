@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from ucm_ray.store import Pipeline, UcmConnectorFactory
 from ucm_ray.store.base import ChunkMeta
 from ucm_ray.store.follower import StoreFollower, pause_s
 from ucm_ray.store.kept_pins import KeptPins
+
+if TYPE_CHECKING:
+    from actors.peer_store import Sources
 
 logger = logging.getLogger("ucm_ray.directory")
 
@@ -59,7 +62,7 @@ class Change(NamedTuple):
     """One step from a version of the directory to the next."""
 
     version: int
-    operation: str  # "add", "remove", "pin" or "unpin"
+    operation: str  # "add" or "remove"
     namespace: str
     records: tuple[DirectoryRecord, ...] = ()
     keys: tuple[str, ...] = ()
@@ -73,7 +76,6 @@ class Changes:
     version: int
     changes: list[Change] = field(default_factory=list)
     snapshot: dict[str, list[DirectoryRecord]] | None = None
-    pins: dict[str, list[str]] = field(default_factory=dict)
 
 
 def _locked(method: Callable) -> Callable:
@@ -154,9 +156,7 @@ class ChunkTable:
         pins = self._pins.setdefault(namespace, set())
         table = self._by_namespace.get(namespace, {})
         known = [key for key in dict.fromkeys(keys) if key in table and (key in pins) != pinned]
-        if known:
-            (pins.update if pinned else pins.difference_update)(known)
-            self._append("pin" if pinned else "unpin", namespace, keys=tuple(known))
+        (pins.update if pinned else pins.difference_update)(known)
         return known
 
     @_locked
@@ -196,7 +196,6 @@ class ChunkTable:
         oldest = self._log[0].version if self._log else self.version + 1
         if epoch != self.epoch or version < oldest - 1:
             answer.snapshot = {namespace: self.records(namespace) for namespace in self.namespaces()}
-            answer.pins = self.pins()
         elif version < self.version:
             answer.changes = [change for change in self._log if change.version > version]
         return answer
@@ -234,14 +233,14 @@ class ChunkDirectory:
     """The actor. Its methods are coroutines, so that hundreds of waiting subscribers cost nothing.
 
     `store_config` is the connector's: a shared folder is followed, whoever writes to it, and chunks are deleted in it.
-    None where every node has its own folder: then `ChunkSource` actors report what they hold, and
-    `delete_at(node, namespace, keys)` deletes there.
+    None where every node has its own folder: then `ChunkSource` actors report what they hold, and `sources` reaches
+    them to delete and pin there.
     """
 
     def __init__(self, store_config: dict[str, Any] | None = None, max_chunks: int = 1_000_000, refresh_s: float = 0.25,
-                 delete_at: Callable[[str, str, list[str]], None] | None = None):
+                 sources: Sources | None = None):
         self._table = ChunkTable(max_chunks)
-        self._delete_at = delete_at
+        self._sources = sources
         self._store: Pipeline | None = None
         self._follower: StoreFollower | None = None
         self._pins: KeptPins | None = None
@@ -253,8 +252,17 @@ class ChunkDirectory:
             self._apply_store()
             threading.Thread(target=self._follow, args=(refresh_s,), name="ucm-store-follower", daemon=True).start()
 
-    async def add(self, namespace: str, records: list[DirectoryRecord], node: str = "") -> int:
-        return self._table.add(namespace, records, node)
+    async def add(self, namespace: str, records: list[DirectoryRecord], node: str = "",
+                  pinned: Sequence[str] = ()) -> int:
+        """`pinned` are the keys whose pins the node has kept. Returns how many chunks nobody had before."""
+        new = self._table.add(namespace, records, node, pinned)
+        if self._sources is not None:
+            # every copy of a pinned chunk is pinned: the node of the first one may die
+            kept = set(pinned)
+            loose = [one.key for one in records if one.key not in kept and self._table.is_pinned(namespace, one.key)]
+            if loose:
+                await asyncio.to_thread(self._sources.tell, node, "pin", namespace, loose)
+        return new
 
     async def remove(self, namespace: str, keys: list[str], node: str | None = None) -> int:
         """Chunks that vanished by themselves (evicted, or found damaged), from one node or from all."""
@@ -267,13 +275,7 @@ class ChunkDirectory:
             # a pin left behind would hold the same text when it is stored again
             await asyncio.to_thread(self._pins.set, namespace, keys, False)
             await asyncio.to_thread(self._store.delete, namespace, keys)
-        elif self._delete_at is not None:
-            by_node: dict[str, list[str]] = {}
-            for key in keys:
-                for node in self._table.nodes(namespace, key):
-                    by_node.setdefault(node, []).append(key)
-            for node, theirs in by_node.items():
-                self._delete_at(node, namespace, theirs)
+        await self._tell_nodes("delete", namespace, keys)
         return len(self._table.remove(namespace, keys))
 
     async def clear(self, namespace: str) -> int:
@@ -285,7 +287,20 @@ class ChunkDirectory:
         keys = [key for key in keys if self._table.get(namespace, key) is not None]
         if self._pins is not None:
             await asyncio.to_thread(self._pins.set, namespace, keys, pinned)
-        return len(self._table.pin(namespace, keys, pinned))
+        changed = self._table.pin(namespace, keys, pinned)
+        # not only those that changed: pinning again repairs what a node has not heard
+        await self._tell_nodes("pin" if pinned else "unpin", namespace, keys)
+        return len(changed)
+
+    async def _tell_nodes(self, request: str, namespace: str, keys: list[str]) -> None:
+        if self._sources is None:
+            return
+        by_node: dict[str, list[str]] = {}
+        for key in keys:
+            for node in self._table.nodes(namespace, key):
+                by_node.setdefault(node, []).append(key)
+        for node, theirs in by_node.items():
+            await asyncio.to_thread(self._sources.tell, node, request, namespace, theirs)
 
     async def chunks(self, namespace: str, offset: int = 0, limit: int = 100,
                      source_id: str | None = None) -> tuple[int, list[dict[str, Any]]]:
@@ -407,15 +422,15 @@ def start_directory(store_config: dict[str, Any], max_chunks: int = 1_000_000, n
 
     own_folders = "Peers" in store_config.get("store_pipeline", "")
     name = directory_name(store_config)
-    delete_at = None
+    sources = None
     if own_folders:
-        from actors.peer_store import delete_at_source
+        from actors.peer_store import Sources
 
-        delete_at = functools.partial(delete_at_source, name)
+        sources = Sources(name)
     return ray.remote(ChunkDirectory).options(
         name=name, namespace=RAY_NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
         max_concurrency=1000, num_cpus=num_cpus,
-    ).remote(None if own_folders else store_config, max_chunks, delete_at=delete_at)
+    ).remote(None if own_folders else store_config, max_chunks, sources=sources)
 
 
 class DirectorySubscriber(threading.Thread):
@@ -427,15 +442,13 @@ class DirectorySubscriber(threading.Thread):
     """
 
     def __init__(self, on_add: Callable[[str, list[DirectoryRecord]], None],
-                 on_remove: Callable[[str, list[str]], None],
-                 on_pin: Callable[[str, list[str], bool], None] | None = None, *,
+                 on_remove: Callable[[str, list[str]], None], *,
                  connect: Callable[[], Any], wait_s: float = 5.0, retry_s: float = 0.5):
         super().__init__(name="ucm-directory-subscriber", daemon=True)
-        self._on_add, self._on_remove, self._on_pin = on_add, on_remove, on_pin
+        self._on_add, self._on_remove = on_add, on_remove
         self._connect = connect
         self._wait_s, self._retry_s = wait_s, retry_s
         self._known: dict[str, set[str]] = {}
-        self._pinned: dict[str, set[str]] = {}
         self._stopped = threading.Event()
         self.epoch, self.version = "", 0
         self.synchronised = threading.Event()
@@ -475,12 +488,9 @@ class DirectorySubscriber(threading.Thread):
             if change.operation == "add":
                 known.update(record.key for record in change.records)
                 self._on_add(change.namespace, list(change.records))
-            elif change.operation == "remove":
-                known.difference_update(change.keys)
-                self._pin(change.namespace, change.keys, False)
-                self._on_remove(change.namespace, list(change.keys))
             else:
-                self._pin(change.namespace, change.keys, change.operation == "pin")
+                known.difference_update(change.keys)
+                self._on_remove(change.namespace, list(change.keys))
         self.epoch, self.version = answer.epoch, answer.version
 
     def _apply_snapshot(self, answer: Changes) -> None:
@@ -492,18 +502,6 @@ class DirectorySubscriber(threading.Thread):
             if new := [record for record in records if record.key not in known]:
                 self._on_add(namespace, new)
             self._known[namespace] = now
-        for namespace in set(self._pinned) | set(answer.pins):
-            pins = set(answer.pins.get(namespace, ()))
-            self._pin(namespace, self._pinned.get(namespace, set()) - pins, False)
-            self._pin(namespace, pins, True)
-
-    def _pin(self, namespace: str, keys: Iterable[str], pinned: bool) -> None:
-        pins = self._pinned.setdefault(namespace, set())
-        changed = [key for key in keys if (key in pins) != pinned]
-        if changed:
-            (pins.update if pinned else pins.difference_update)(changed)
-            if self._on_pin is not None:
-                self._on_pin(namespace, changed, pinned)
 
 
 def connect_directory(name: str) -> Any:

@@ -26,6 +26,7 @@ from actors.chunk_directory import (
 from ucm_ray.store.base import ChunkMeta, StoredChunk
 from ucm_ray.store.factory import StageContext, UcmConnectorFactory, register_stage, roots_and_capacity
 from ucm_ray.store.follower import StoreFollower, pause_s
+from ucm_ray.store.kept_pins import KeptPins
 from ucm_ray.store.posix import PosixStage
 
 logger = logging.getLogger("ucm_ray.peers")
@@ -44,6 +45,7 @@ class ChunkSource:
     def __init__(self, store_config: dict[str, Any], node: str, directory: str, refresh_s: float = 0.25):
         self._node, self._directory_name = node, directory
         self._store = UcmConnectorFactory.open_files(store_config)
+        self._pins = KeptPins(self._store.posix)
         self._follower = StoreFollower(self._store.posix)
         self._held: dict[str, dict[str, DirectoryRecord]] = {}
         self._epoch = ""
@@ -59,7 +61,15 @@ class ChunkSource:
         return meta, kv.contiguous().view(-1).view(torch.uint8).numpy()
 
     def delete(self, namespace: str, keys: list[str]) -> int:
+        self.unpin(namespace, keys)
         return self._store.delete(namespace, keys)
+
+    def pin(self, namespace: str, keys: list[str]) -> None:
+        """Until taken back, whoever writes to this folder and whatever is restarted."""
+        self._pins.set(namespace, keys, True)
+
+    def unpin(self, namespace: str, keys: list[str]) -> None:
+        self._pins.set(namespace, keys, False)
 
     def _follow(self, refresh_s: float) -> None:
         took_s = 0.0
@@ -77,23 +87,21 @@ class ChunkSource:
         import ray
 
         added, removed = self._follower.changes()
-        for namespace, metas in added.items():
-            held = self._held.setdefault(namespace, {})
-            held.update({meta.key: DirectoryRecord.from_meta(meta) for meta in metas})
+        new = {name: [DirectoryRecord.from_meta(meta) for meta in metas] for name, metas in added.items()}
+        for namespace, records in new.items():
+            self._held.setdefault(namespace, {}).update({record.key: record for record in records})
         for namespace, keys in removed.items():
             for key in keys:
                 self._held.get(namespace, {}).pop(key, None)
         epoch = ray.get(directory.epoch.remote(), timeout=_FETCH_TIMEOUT_S)
         if epoch != self._epoch:  # a new directory knows nothing of us
-            for namespace, held in self._held.items():
-                ray.get(directory.add.remote(namespace, list(held.values()), self._node), timeout=_FETCH_TIMEOUT_S)
-            self._epoch = epoch
-            return
-        for namespace, metas in added.items():
-            records = [DirectoryRecord.from_meta(meta) for meta in metas]
-            ray.get(directory.add.remote(namespace, records, self._node), timeout=_FETCH_TIMEOUT_S)
+            new, removed = {name: list(held.values()) for name, held in self._held.items()}, {}
+        for namespace, records in new.items():
+            pinned = self._pins.among(namespace, [record.key for record in records])
+            ray.get(directory.add.remote(namespace, records, self._node, pinned), timeout=_FETCH_TIMEOUT_S)
         for namespace, keys in removed.items():
             ray.get(directory.remove.remote(namespace, keys, self._node), timeout=_FETCH_TIMEOUT_S)
+        self._epoch = epoch
 
 
 def source_name(directory: str, node: str) -> str:
@@ -120,12 +128,21 @@ def find_source(directory: str, node: str) -> Any:
     return ray.get_actor(source_name(directory, node), namespace=RAY_NAMESPACE)
 
 
-def delete_at_source(directory: str, node: str, namespace: str, keys: list[str]) -> None:
-    """Ask a node to delete chunks; does not wait. A node that is gone has lost them anyway."""
-    try:
-        find_source(directory, node).delete.remote(namespace, keys)
-    except ValueError:
-        logger.info("node %s is gone, %d chunks are not deleted there", node, len(keys))
+class Sources:
+    """The sources of all nodes, as their directory reaches them."""
+
+    def __init__(self, directory: str):
+        self._directory = directory
+
+    def tell(self, node: str, request: str, namespace: str, keys: list[str]) -> None:
+        """Ask a node to "delete", "pin" or "unpin" chunks; does not wait. A node that is gone has lost them anyway."""
+        try:
+            source = find_source(self._directory, node)
+        except ValueError:
+            logger.info("node %s is gone: %s of %d chunks does not reach it", node, request, len(keys))
+            return
+        # a source that is being restarted hears of it afterwards
+        getattr(source, request).options(max_task_retries=-1).remote(namespace, keys)
 
 
 class PeerStage(PosixStage):
