@@ -37,6 +37,7 @@ logger = logging.getLogger("ucm_ray.directory")
 ACTOR_NAME = "ucm_chunk_directory"
 RAY_NAMESPACE = "ucm_ray"
 _POLL_S = 0.05
+_NODES_S = 2.0  # between two questions to Ray which nodes are dead
 
 
 class DirectoryRecord(NamedTuple):
@@ -109,6 +110,7 @@ class ChunkTable:
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
         self._by_namespace: dict[str, OrderedDict[str, _Entry]] = {}
         self._pins: dict[str, set[str]] = {}
+        self._nodes: set[str] = set()  # that were said to have something
         self._log: deque[Change] = deque(maxlen=log_length)
         self._lock = threading.RLock()
         self.forgotten = 0
@@ -121,6 +123,7 @@ class ChunkTable:
             pinned: Iterable[str] = ()) -> int:
         """Returns how many were new. `pinned` are the keys whose pins the owner of the files has kept."""
         new = []
+        self._nodes.add(node)
         table = self._by_namespace.setdefault(namespace, OrderedDict())
         for record in records:
             known = table.get(record.key)
@@ -149,6 +152,18 @@ class ChunkTable:
                 gone.append(key)
         self._drop(namespace, gone)
         return gone
+
+    @_locked
+    def known_nodes(self) -> set[str]:
+        return set(self._nodes)
+
+    @_locked
+    def remove_node(self, node: str) -> int:
+        """Remove all copies of a node. Returns how many chunks nobody has any more."""
+        self._nodes.discard(node)
+        theirs = {namespace: [key for key, entry in table.items() if node in entry.nodes]
+                  for namespace, table in self._by_namespace.items()}
+        return sum(len(self.remove(namespace, keys, node)) for namespace, keys in theirs.items())
 
     @_locked
     def pin(self, namespace: str, keys: Iterable[str], pinned: bool) -> list[str]:
@@ -250,7 +265,9 @@ class ChunkDirectory:
             self._pins = KeptPins(self._store.posix)
             self._follower = StoreFollower(self._store.posix)
             self._apply_store()
-            threading.Thread(target=self._follow, args=(refresh_s,), name="ucm-store-follower", daemon=True).start()
+            self._start("ucm-store-follower", self._apply_store, refresh_s)
+        elif sources is not None:
+            self._start("ucm-node-follower", self._drop_dead_nodes, max(refresh_s, _NODES_S))
 
     async def add(self, namespace: str, records: list[DirectoryRecord], node: str = "",
                   pinned: Sequence[str] = ()) -> int:
@@ -351,9 +368,11 @@ class ChunkDirectory:
         return self._table.since(epoch, version)
 
     async def reread(self) -> None:
-        """Look at the shared folder now rather than at the next turn."""
+        """Look at the shared folder, or for dead nodes, now rather than at the next turn."""
         if self._follower is not None:
             await asyncio.to_thread(self._apply_store)
+        elif self._sources is not None:
+            await asyncio.to_thread(self._drop_dead_nodes)
 
     async def epoch(self) -> str:
         """Changes whenever the directory starts anew."""
@@ -363,15 +382,18 @@ class ChunkDirectory:
         """The actor's process id."""
         return os.getpid()
 
-    def _follow(self, refresh_s: float) -> None:
+    def _start(self, name: str, look: Callable[[], None], refresh_s: float) -> None:
+        threading.Thread(target=self._follow, args=(look, refresh_s), name=name, daemon=True).start()
+
+    def _follow(self, look: Callable[[], None], refresh_s: float) -> None:
         took_s = 0.0
         while True:
             time.sleep(pause_s(refresh_s, took_s))
             begun_s = time.monotonic()
             try:
-                self._apply_store()
+                look()
             except Exception:
-                logger.exception("reading the list of stored chunks failed; it is tried again")
+                logger.exception("looking for what is stored failed; it is tried again")
             took_s = time.monotonic() - begun_s
 
     def _apply_store(self) -> None:
@@ -381,6 +403,11 @@ class ChunkDirectory:
             self._table.add(namespace, [DirectoryRecord.from_meta(meta) for meta in metas], pinned=pinned)
         for namespace, keys in removed.items():
             self._table.remove(namespace, keys)
+
+    def _drop_dead_nodes(self) -> None:
+        # what only a dead node had must not be taken for stored: nobody would compute it anew
+        for node in self._table.known_nodes() & self._sources.dead_nodes():
+            logger.warning("node %s is dead, and with it %d chunks", node, self._table.remove_node(node))
 
     def _describe(self, namespace: str, record: DirectoryRecord) -> dict[str, Any]:
         return {

@@ -25,10 +25,10 @@ def keys(*numbers: int) -> list[str]:
     return [f"{number:032x}" for number in numbers]
 
 
-def meta_and_kv(number: int, namespace: str = SPACE) -> tuple[ChunkMeta, torch.Tensor]:
+def meta_and_kv(number: int, namespace: str = SPACE, **extra) -> tuple[ChunkMeta, torch.Tensor]:
     meta = ChunkMeta(key=f"{number:032x}", namespace=namespace, token_ids=np.arange(16) + number, source_id="cc" * 16,
                      source_position=400, num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32",
-                     context="canonical")
+                     context="canonical", **extra)
     return meta, torch.zeros(meta.shape)
 
 
@@ -318,6 +318,10 @@ class Nodes:
             config, config.get("rank", 0), config.get("world_size", 1)))
         return self.stores[-1]
 
+    def engine_elsewhere(self, **extra):
+        """A store that has nothing but what the nodes give it."""
+        return self.store("here", store_pipeline="Cache|Peers", **extra)
+
     def start_source(self, node: str, **extra):
         self.sources[node] = peer_store.ChunkSource(self.config(node, **extra), node, "d", refresh_s=3600)
 
@@ -381,3 +385,45 @@ def test_every_copy_of_a_pinned_chunk_is_pinned_until_it_is_unpinned_or_deleted(
     assert ask(nodes.directory.delete(SPACE, keys(1))) == 1
     assert [one.all() for one in pins] == [set(), set()]
     assert not any(store.posix.lookup(SPACE, keys(1))[0] for store in stores)
+
+
+def test_a_dead_node_does_not_hide_the_living_one_that_has_the_chunk_too(nodes):
+    for node in ("one", "two"):
+        nodes.store(node).save(*meta_and_kv(1))
+        nodes.start_source(node)
+    nodes.kill_source("one")
+    assert ask(nodes.directory.owners(SPACE, keys(1))) == [["one", "two"]]
+    store = nodes.engine_elsewhere()
+    meta, _ = store.load(SPACE, keys(1)[0])
+    assert meta.key == keys(1)[0]
+    numbers = store.stats()["Peers"]
+    assert (numbers["peer_errors"], numbers["peer_hits"]) == (1, 1)
+
+
+def test_what_only_a_dead_node_had_is_not_listed_as_stored(nodes):
+    for node, numbers in (("one", (1, 2)), ("two", (2, 3))):
+        store = nodes.store(node)
+        for number in numbers:
+            store.save(*meta_and_kv(number))
+        nodes.start_source(node)
+    ask(nodes.directory.pin(SPACE, keys(1, 2)))
+    before = ask(nodes.directory.changes())
+    ask(nodes.directory.reread())
+    assert ask(nodes.directory.chunks(SPACE))[0] == 3, "a living node lost its chunks"
+    nodes.kill_source("one")
+    nodes.dead.add("one")
+    ask(nodes.directory.reread())
+    assert pinned_in(nodes.directory) == {keys(2)[0]: True, keys(3)[0]: False}
+    assert ask(nodes.directory.owners(SPACE, keys(1, 2, 3))) == [[], ["two"], ["two"]]
+    changes = ask(nodes.directory.changes(before.epoch, before.version)).changes
+    assert [(change.operation, change.keys) for change in changes] == [("remove", tuple(keys(1)))]
+
+
+def test_every_tensor_parallel_rank_fetches_its_own_half(nodes):
+    for rank in range(2):
+        meta, kv = meta_and_kv(1, rank=rank, world_size=2)
+        assert nodes.store("one", rank=rank, world_size=2).save(meta, torch.full_like(kv, rank))
+    nodes.start_source("one", world_size=2)
+    for rank in range(2):
+        meta, kv = nodes.engine_elsewhere(rank=rank, world_size=2).load(SPACE, keys(1)[0])
+        assert meta.rank == rank and torch.all(kv == rank)
