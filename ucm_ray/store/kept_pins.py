@@ -1,17 +1,11 @@
-"""Pins that outlive the process that sets them: written down in the folder, in force while somebody follows it."""
+"""Pins that outlive whoever sets them: written down in the folders, where every process that evicts reads them."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 from collections.abc import Iterable
 from threading import Lock
 
-from ucm_ray.store.base import is_hex_name
 from ucm_ray.store.posix import PosixStage
-
-logger = logging.getLogger("ucm_ray.store")
 
 
 class KeptPins:
@@ -21,21 +15,24 @@ class KeptPins:
 
     def __init__(self, posix: PosixStage) -> None:
         self._posix = posix
-        self._path = posix.folders[0].root / ".store" / "directory_pins.json"
         self._lock = Lock()
-        self._wanted = self._read()
-        for namespace, keys in self._wanted.items():
-            posix.pin(namespace, sorted(keys))
+        self._wanted: dict[str, set[str]] = {}
+        for folder in posix.folders:
+            for namespace, key in folder.pins.kept():
+                self._wanted.setdefault(namespace, set()).add(key)
 
     def set(self, namespace: str, keys: Iterable[str], pinned: bool) -> None:
         with self._lock:
             wanted = self._wanted.setdefault(namespace, set())
-            changed = [key for key in dict.fromkeys(keys) if (key in wanted) != pinned]
-            if not changed:
-                return
-            (wanted.update if pinned else wanted.difference_update)(changed)
-            (self._posix.pin if pinned else self._posix.unpin)(namespace, changed)
-            self._write()
+            changed = [key for key in keys if (key in wanted) != pinned]
+            if changed:
+                (wanted.update if pinned else wanted.difference_update)(changed)
+                self._write()
+
+    def _write(self) -> None:
+        pins = [(namespace, key) for namespace, keys in self._wanted.items() for key in keys]
+        for folder in self._posix.folders:
+            folder.pins.keep(pin for pin in pins if self._posix.folder_of(pin[1]) is folder)
 
     def among(self, namespace: str, keys: Iterable[str]) -> list[str]:
         """Those of `keys` that are pinned."""
@@ -46,21 +43,3 @@ class KeptPins:
     def of(self, namespace: str) -> list[str]:
         with self._lock:
             return sorted(self._wanted.get(namespace, ()))
-
-    def _read(self) -> dict[str, set[str]]:
-        try:
-            pins = json.loads(self._path.read_text())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            logger.warning("%s: pins are lost: %s", self._path, error)
-            return {}
-        return {namespace: set(filter(is_hex_name, keys)) for namespace, keys in pins.items()}
-
-    def _write(self) -> None:
-        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps({name: sorted(keys) for name, keys in self._wanted.items() if keys}))
-            temporary.replace(self._path)
-        except OSError as error:
-            logger.warning("pins cannot be saved to %s: %s", self._path, error)
