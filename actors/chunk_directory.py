@@ -20,19 +20,24 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ucm_ray.store import Pipeline, UcmConnectorFactory
 from ucm_ray.store.base import ChunkMeta
 from ucm_ray.store.follower import StoreFollower, pause_s
+from ucm_ray.store.kept_pins import KeptPins
+
+if TYPE_CHECKING:
+    from actors.peer_store import Sources
 
 logger = logging.getLogger("ucm_ray.directory")
 
 ACTOR_NAME = "ucm_chunk_directory"
 RAY_NAMESPACE = "ucm_ray"
 _POLL_S = 0.05
+_NODES_S = 2.0  # between two questions to Ray which nodes are dead
 
 
 class DirectoryRecord(NamedTuple):
@@ -58,7 +63,7 @@ class Change(NamedTuple):
     """One step from a version of the directory to the next."""
 
     version: int
-    operation: str  # "add", "remove", "pin" or "unpin"
+    operation: str  # "add" or "remove"
     namespace: str
     records: tuple[DirectoryRecord, ...] = ()
     keys: tuple[str, ...] = ()
@@ -72,7 +77,6 @@ class Changes:
     version: int
     changes: list[Change] = field(default_factory=list)
     snapshot: dict[str, list[DirectoryRecord]] | None = None
-    pins: dict[str, list[str]] = field(default_factory=dict)
 
 
 def _locked(method: Callable) -> Callable:
@@ -106,6 +110,7 @@ class ChunkTable:
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
         self._by_namespace: dict[str, OrderedDict[str, _Entry]] = {}
         self._pins: dict[str, set[str]] = {}
+        self._nodes: set[str] = set()  # that were said to have something
         self._log: deque[Change] = deque(maxlen=log_length)
         self._lock = threading.RLock()
         self.forgotten = 0
@@ -114,9 +119,11 @@ class ChunkTable:
         return len(self._entries)
 
     @_locked
-    def add(self, namespace: str, records: Iterable[DirectoryRecord], node: str = "") -> int:
-        """Returns how many were new."""
+    def add(self, namespace: str, records: Iterable[DirectoryRecord], node: str = "",
+            pinned: Iterable[str] = ()) -> int:
+        """Returns how many were new. `pinned` are the keys whose pins the owner of the files has kept."""
         new = []
+        self._nodes.add(node)
         table = self._by_namespace.setdefault(namespace, OrderedDict())
         for record in records:
             known = table.get(record.key)
@@ -127,6 +134,7 @@ class ChunkTable:
             new.append(record)
         if new:
             self._append("add", namespace, records=tuple(new))
+        self.pin(namespace, pinned, True)
         self._forget_surplus()
         return len(new)
 
@@ -135,7 +143,7 @@ class ChunkTable:
         """Remove chunks, or only one node's copies. Returns the keys that nobody has any more."""
         gone = []
         table = self._by_namespace.get(namespace, {})
-        for key in keys:
+        for key in dict.fromkeys(keys):  # a key named twice is gone once
             entry = table.get(key)
             if entry is None:
                 continue
@@ -146,13 +154,24 @@ class ChunkTable:
         return gone
 
     @_locked
+    def known_nodes(self) -> set[str]:
+        return set(self._nodes)
+
+    @_locked
+    def remove_node(self, node: str) -> int:
+        """Remove all copies of a node. Returns how many chunks nobody has any more."""
+        self._nodes.discard(node)
+        theirs = {namespace: [key for key, entry in table.items() if node in entry.nodes]
+                  for namespace, table in self._by_namespace.items()}
+        return sum(len(self.remove(namespace, keys, node)) for namespace, keys in theirs.items())
+
+    @_locked
     def pin(self, namespace: str, keys: Iterable[str], pinned: bool) -> list[str]:
         """Pin or unpin known chunks. Returns the keys whose state changed."""
         pins = self._pins.setdefault(namespace, set())
-        known = [key for key in keys if key in self._by_namespace.get(namespace, {}) and (key in pins) != pinned]
-        if known:
-            (pins.update if pinned else pins.difference_update)(known)
-            self._append("pin" if pinned else "unpin", namespace, keys=tuple(known))
+        table = self._by_namespace.get(namespace, {})
+        known = [key for key in dict.fromkeys(keys) if key in table and (key in pins) != pinned]
+        (pins.update if pinned else pins.difference_update)(known)
         return known
 
     @_locked
@@ -192,7 +211,6 @@ class ChunkTable:
         oldest = self._log[0].version if self._log else self.version + 1
         if epoch != self.epoch or version < oldest - 1:
             answer.snapshot = {namespace: self.records(namespace) for namespace in self.namespaces()}
-            answer.pins = self.pins()
         elif version < self.version:
             answer.changes = [change for change in self._log if change.version > version]
         return answer
@@ -230,28 +248,38 @@ class ChunkDirectory:
     """The actor. Its methods are coroutines, so that hundreds of waiting subscribers cost nothing.
 
     `store_config` is the connector's: a shared folder is followed, whoever writes to it, and chunks are deleted in it.
-    None where every node has its own folder: then `ChunkSource` actors report what they hold, and
-    `delete_at(node, namespace, keys)` deletes there.
+    None where every node has its own folder: then `ChunkSource` actors report what they hold, and `sources` reaches
+    them to delete and pin there.
     """
 
     def __init__(self, store_config: dict[str, Any] | None = None, max_chunks: int = 1_000_000, refresh_s: float = 0.25,
-                 delete_at: Callable[[str, str, list[str]], None] | None = None):
+                 sources: Sources | None = None):
         self._table = ChunkTable(max_chunks)
-        self._delete_at = delete_at
+        self._sources = sources
         self._store: Pipeline | None = None
         self._follower: StoreFollower | None = None
-        self._pin_file: Path | None = None
+        self._pins: KeptPins | None = None
         self._started_s = time.time()
         if store_config is not None:
             self._store = UcmConnectorFactory.open_files(store_config)
+            self._pins = KeptPins(self._store.posix)
             self._follower = StoreFollower(self._store.posix)
-            self._pin_file = self._store.posix.folders[0].root / ".store" / "directory_pins.json"
             self._apply_store()
-            self._restore_pins()
-            threading.Thread(target=self._follow, args=(refresh_s,), name="ucm-store-follower", daemon=True).start()
+            self._start("ucm-store-follower", self._apply_store, refresh_s)
+        elif sources is not None:
+            self._start("ucm-node-follower", self._drop_dead_nodes, max(refresh_s, _NODES_S))
 
-    async def add(self, namespace: str, records: list[DirectoryRecord], node: str = "") -> int:
-        return self._table.add(namespace, records, node)
+    async def add(self, namespace: str, records: list[DirectoryRecord], node: str = "",
+                  pinned: Sequence[str] = ()) -> int:
+        """`pinned` are the keys whose pins the node has kept. Returns how many chunks nobody had before."""
+        new = self._table.add(namespace, records, node, pinned)
+        if self._sources is not None:
+            # every copy of a pinned chunk is pinned: the node of the first one may die
+            kept = set(pinned)
+            loose = [one.key for one in records if one.key not in kept and self._table.is_pinned(namespace, one.key)]
+            if loose:
+                await asyncio.to_thread(self._sources.tell, node, "pin", namespace, loose)
+        return new
 
     async def remove(self, namespace: str, keys: list[str], node: str | None = None) -> int:
         """Chunks that vanished by themselves (evicted, or found damaged), from one node or from all."""
@@ -259,31 +287,37 @@ class ChunkDirectory:
 
     async def delete(self, namespace: str, keys: list[str]) -> int:
         """Delete chunks everywhere: the shared files now, every engine's copy when its subscriber hears of it."""
-        pinned = any(self._table.is_pinned(namespace, key) for key in keys)
+        keys = list(dict.fromkeys(keys))
         if self._store is not None:
+            # a pin left behind would hold the same text when it is stored again
+            await asyncio.to_thread(self._pins.set, namespace, keys, False)
             await asyncio.to_thread(self._store.delete, namespace, keys)
-        elif self._delete_at is not None:
-            by_node: dict[str, list[str]] = {}
-            for key in keys:
-                for node in self._table.nodes(namespace, key):
-                    by_node.setdefault(node, []).append(key)
-            for node, theirs in by_node.items():
-                self._delete_at(node, namespace, theirs)
-        gone = self._table.remove(namespace, keys)
-        if pinned:
-            self._save_pins()
-        return len(gone)
+        await self._tell_nodes("delete", namespace, keys)
+        return len(self._table.remove(namespace, keys))
 
     async def clear(self, namespace: str) -> int:
-        return await self.delete(namespace, self._table.keys(namespace))
+        absent = self._pins.of(namespace) if self._pins is not None else []
+        return await self.delete(namespace, self._table.keys(namespace) + absent)
 
     async def pin(self, namespace: str, keys: list[str], pinned: bool = True) -> int:
+        """Returns how many chunks' state changed; unknown ones are ignored."""
+        keys = [key for key in keys if self._table.get(namespace, key) is not None]
+        if self._pins is not None:
+            await asyncio.to_thread(self._pins.set, namespace, keys, pinned)
         changed = self._table.pin(namespace, keys, pinned)
-        if changed and self._store is not None:
-            await asyncio.to_thread(self._store.pin if pinned else self._store.unpin, namespace, changed)
-        if changed:
-            self._save_pins()
+        # not only those that changed: pinning again repairs what a node has not heard
+        await self._tell_nodes("pin" if pinned else "unpin", namespace, keys)
         return len(changed)
+
+    async def _tell_nodes(self, request: str, namespace: str, keys: list[str]) -> None:
+        if self._sources is None:
+            return
+        by_node: dict[str, list[str]] = {}
+        for key in keys:
+            for node in self._table.nodes(namespace, key):
+                by_node.setdefault(node, []).append(key)
+        for node, theirs in by_node.items():
+            await asyncio.to_thread(self._sources.tell, node, request, namespace, theirs)
 
     async def chunks(self, namespace: str, offset: int = 0, limit: int = 100,
                      source_id: str | None = None) -> tuple[int, list[dict[str, Any]]]:
@@ -334,9 +368,11 @@ class ChunkDirectory:
         return self._table.since(epoch, version)
 
     async def reread(self) -> None:
-        """Look at the shared folder now rather than at the next turn."""
+        """Look at the shared folder, or for dead nodes, now rather than at the next turn."""
         if self._follower is not None:
             await asyncio.to_thread(self._apply_store)
+        elif self._sources is not None:
+            await asyncio.to_thread(self._drop_dead_nodes)
 
     async def epoch(self) -> str:
         """Changes whenever the directory starts anew."""
@@ -346,44 +382,32 @@ class ChunkDirectory:
         """The actor's process id."""
         return os.getpid()
 
-    def _follow(self, refresh_s: float) -> None:
+    def _start(self, name: str, look: Callable[[], None], refresh_s: float) -> None:
+        threading.Thread(target=self._follow, args=(look, refresh_s), name=name, daemon=True).start()
+
+    def _follow(self, look: Callable[[], None], refresh_s: float) -> None:
         took_s = 0.0
         while True:
             time.sleep(pause_s(refresh_s, took_s))
             begun_s = time.monotonic()
             try:
-                self._apply_store()
+                look()
             except Exception:
-                logger.exception("reading the list of stored chunks failed; it is tried again")
+                logger.exception("looking for what is stored failed; it is tried again")
             took_s = time.monotonic() - begun_s
 
     def _apply_store(self) -> None:
         added, removed = self._follower.changes()
         for namespace, metas in added.items():
-            self._table.add(namespace, [DirectoryRecord.from_meta(meta) for meta in metas])
+            pinned = self._pins.among(namespace, [meta.key for meta in metas])
+            self._table.add(namespace, [DirectoryRecord.from_meta(meta) for meta in metas], pinned=pinned)
         for namespace, keys in removed.items():
             self._table.remove(namespace, keys)
 
-    def _restore_pins(self) -> None:
-        try:
-            pins = json.loads(self._pin_file.read_text())
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError) as error:
-            logger.warning("%s: pins are lost: %s", self._pin_file, error)
-            return
-        for namespace, keys in pins.items():
-            self._store.pin(namespace, self._table.pin(namespace, keys, True))
-
-    def _save_pins(self) -> None:
-        if self._pin_file is None:
-            return
-        temporary = self._pin_file.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(self._table.pins()))
-            temporary.replace(self._pin_file)
-        except OSError as error:
-            logger.warning("pins cannot be saved to %s: %s", self._pin_file, error)
+    def _drop_dead_nodes(self) -> None:
+        # what only a dead node had must not be taken for stored: nobody would compute it anew
+        for node in self._table.known_nodes() & self._sources.dead_nodes():
+            logger.warning("node %s is dead, and with it %d chunks", node, self._table.remove_node(node))
 
     def _describe(self, namespace: str, record: DirectoryRecord) -> dict[str, Any]:
         return {
@@ -425,15 +449,15 @@ def start_directory(store_config: dict[str, Any], max_chunks: int = 1_000_000, n
 
     own_folders = "Peers" in store_config.get("store_pipeline", "")
     name = directory_name(store_config)
-    delete_at = None
+    sources = None
     if own_folders:
-        from actors.peer_store import delete_at_source
+        from actors.peer_store import Sources
 
-        delete_at = functools.partial(delete_at_source, name)
+        sources = Sources(name)
     return ray.remote(ChunkDirectory).options(
         name=name, namespace=RAY_NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
         max_concurrency=1000, num_cpus=num_cpus,
-    ).remote(None if own_folders else store_config, max_chunks, delete_at=delete_at)
+    ).remote(None if own_folders else store_config, max_chunks, sources=sources)
 
 
 class DirectorySubscriber(threading.Thread):
@@ -445,15 +469,13 @@ class DirectorySubscriber(threading.Thread):
     """
 
     def __init__(self, on_add: Callable[[str, list[DirectoryRecord]], None],
-                 on_remove: Callable[[str, list[str]], None],
-                 on_pin: Callable[[str, list[str], bool], None] | None = None, *,
+                 on_remove: Callable[[str, list[str]], None], *,
                  connect: Callable[[], Any], wait_s: float = 5.0, retry_s: float = 0.5):
         super().__init__(name="ucm-directory-subscriber", daemon=True)
-        self._on_add, self._on_remove, self._on_pin = on_add, on_remove, on_pin
+        self._on_add, self._on_remove = on_add, on_remove
         self._connect = connect
         self._wait_s, self._retry_s = wait_s, retry_s
         self._known: dict[str, set[str]] = {}
-        self._pinned: dict[str, set[str]] = {}
         self._stopped = threading.Event()
         self.epoch, self.version = "", 0
         self.synchronised = threading.Event()
@@ -493,12 +515,9 @@ class DirectorySubscriber(threading.Thread):
             if change.operation == "add":
                 known.update(record.key for record in change.records)
                 self._on_add(change.namespace, list(change.records))
-            elif change.operation == "remove":
-                known.difference_update(change.keys)
-                self._pin(change.namespace, change.keys, False)
-                self._on_remove(change.namespace, list(change.keys))
             else:
-                self._pin(change.namespace, change.keys, change.operation == "pin")
+                known.difference_update(change.keys)
+                self._on_remove(change.namespace, list(change.keys))
         self.epoch, self.version = answer.epoch, answer.version
 
     def _apply_snapshot(self, answer: Changes) -> None:
@@ -510,18 +529,6 @@ class DirectorySubscriber(threading.Thread):
             if new := [record for record in records if record.key not in known]:
                 self._on_add(namespace, new)
             self._known[namespace] = now
-        for namespace in set(self._pinned) | set(answer.pins):
-            pins = set(answer.pins.get(namespace, ()))
-            self._pin(namespace, self._pinned.get(namespace, set()) - pins, False)
-            self._pin(namespace, pins, True)
-
-    def _pin(self, namespace: str, keys: Iterable[str], pinned: bool) -> None:
-        pins = self._pinned.setdefault(namespace, set())
-        changed = [key for key in keys if (key in pins) != pinned]
-        if changed:
-            (pins.update if pinned else pins.difference_update)(changed)
-            if self._on_pin is not None:
-                self._on_pin(namespace, changed, pinned)
 
 
 def connect_directory(name: str) -> Any:

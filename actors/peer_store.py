@@ -26,6 +26,8 @@ from actors.chunk_directory import (
 from ucm_ray.store.base import ChunkMeta, StoredChunk
 from ucm_ray.store.factory import StageContext, UcmConnectorFactory, register_stage, roots_and_capacity
 from ucm_ray.store.follower import StoreFollower, pause_s
+from ucm_ray.store.kept_pins import KeptPins
+from ucm_ray.store.pipeline import Pipeline
 from ucm_ray.store.posix import PosixStage
 
 logger = logging.getLogger("ucm_ray.peers")
@@ -43,23 +45,41 @@ class ChunkSource:
 
     def __init__(self, store_config: dict[str, Any], node: str, directory: str, refresh_s: float = 0.25):
         self._node, self._directory_name = node, directory
-        self._store = UcmConnectorFactory.open_files(store_config)
+        self._config = store_config
+        self._stores: dict[int, Pipeline] = {}  # by rank: every tensor-parallel rank has files of its own
+        self._stores_lock = threading.Lock()
+        self._store = self._of_rank(0)
+        self._pins = KeptPins(self._store.posix)
         self._follower = StoreFollower(self._store.posix)
         self._held: dict[str, dict[str, DirectoryRecord]] = {}
         self._epoch = ""
         self._report(connect_directory(directory))
         threading.Thread(target=self._follow, args=(refresh_s,), name="ucm-chunk-source", daemon=True).start()
 
-    def fetch(self, namespace: str, key: str) -> tuple[ChunkMeta, np.ndarray] | None:
-        """Meta and KV, bytes as uint8 [payload_bytes]; None if it is not here any more."""
-        chunk = self._store.load(namespace, key)
+    def fetch(self, namespace: str, key: str, rank: int = 0) -> tuple[ChunkMeta, np.ndarray] | None:
+        """Meta and KV of one rank, bytes as uint8 [payload_bytes]; None if it is not here any more."""
+        chunk = self._of_rank(rank).load(namespace, key)
         if chunk is None:
             return None
         meta, kv = chunk
         return meta, kv.contiguous().view(-1).view(torch.uint8).numpy()
 
     def delete(self, namespace: str, keys: list[str]) -> int:
+        self.unpin(namespace, keys)
         return self._store.delete(namespace, keys)
+
+    def pin(self, namespace: str, keys: list[str]) -> None:
+        """Until taken back, whoever writes to this folder and whatever is restarted."""
+        self._pins.set(namespace, keys, True)
+
+    def unpin(self, namespace: str, keys: list[str]) -> None:
+        self._pins.set(namespace, keys, False)
+
+    def _of_rank(self, rank: int) -> Pipeline:
+        with self._stores_lock:
+            if rank not in self._stores:
+                self._stores[rank] = UcmConnectorFactory.open_files(self._config, rank)
+            return self._stores[rank]
 
     def _follow(self, refresh_s: float) -> None:
         took_s = 0.0
@@ -77,23 +97,21 @@ class ChunkSource:
         import ray
 
         added, removed = self._follower.changes()
-        for namespace, metas in added.items():
-            held = self._held.setdefault(namespace, {})
-            held.update({meta.key: DirectoryRecord.from_meta(meta) for meta in metas})
+        new = {name: [DirectoryRecord.from_meta(meta) for meta in metas] for name, metas in added.items()}
+        for namespace, records in new.items():
+            self._held.setdefault(namespace, {}).update({record.key: record for record in records})
         for namespace, keys in removed.items():
             for key in keys:
                 self._held.get(namespace, {}).pop(key, None)
         epoch = ray.get(directory.epoch.remote(), timeout=_FETCH_TIMEOUT_S)
         if epoch != self._epoch:  # a new directory knows nothing of us
-            for namespace, held in self._held.items():
-                ray.get(directory.add.remote(namespace, list(held.values()), self._node), timeout=_FETCH_TIMEOUT_S)
-            self._epoch = epoch
-            return
-        for namespace, metas in added.items():
-            records = [DirectoryRecord.from_meta(meta) for meta in metas]
-            ray.get(directory.add.remote(namespace, records, self._node), timeout=_FETCH_TIMEOUT_S)
+            new, removed = {name: list(held.values()) for name, held in self._held.items()}, {}
+        for namespace, records in new.items():
+            pinned = self._pins.among(namespace, [record.key for record in records])
+            ray.get(directory.add.remote(namespace, records, self._node, pinned), timeout=_FETCH_TIMEOUT_S)
         for namespace, keys in removed.items():
             ray.get(directory.remove.remote(namespace, keys, self._node), timeout=_FETCH_TIMEOUT_S)
+        self._epoch = epoch
 
 
 def source_name(directory: str, node: str) -> str:
@@ -120,19 +138,34 @@ def find_source(directory: str, node: str) -> Any:
     return ray.get_actor(source_name(directory, node), namespace=RAY_NAMESPACE)
 
 
-def delete_at_source(directory: str, node: str, namespace: str, keys: list[str]) -> None:
-    """Ask a node to delete chunks; does not wait. A node that is gone has lost them anyway."""
-    try:
-        find_source(directory, node).delete.remote(namespace, keys)
-    except ValueError:
-        logger.info("node %s is gone, %d chunks are not deleted there", node, len(keys))
+class Sources:
+    """The nodes and their sources, as their directory sees them."""
+
+    def __init__(self, directory: str):
+        self._directory = directory
+
+    def tell(self, node: str, request: str, namespace: str, keys: list[str]) -> None:
+        """Ask a node to "delete", "pin" or "unpin" chunks; does not wait. A node that is gone has lost them anyway."""
+        try:
+            source = find_source(self._directory, node)
+        except ValueError:
+            logger.info("node %s is gone: %s of %d chunks does not reach it", node, request, len(keys))
+            return
+        # a source that is being restarted hears of it afterwards
+        getattr(source, request).options(max_task_retries=-1).remote(namespace, keys)
+
+    def dead_nodes(self) -> set[str]:
+        """A machine that comes back is another node to Ray: what is here never lives again."""
+        import ray
+
+        return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
 
 class PeerStage(PosixStage):
     """This node's folder; what is missing in it is fetched from a node that has it.
 
-    Only `load` goes over the network, from the store's reading threads, at most `_FETCH_TIMEOUT_S`; a peer that does
-    not answer is a miss.
+    Only `load` goes over the network, from the store's reading threads, at most `_FETCH_TIMEOUT_S` for every node that
+    is said to have the chunk; if none of them answers it is a miss.
     """
 
     name = "Peers"
@@ -200,17 +233,22 @@ class PeerStage(PosixStage):
             self._directory = self._directory or connect_directory(self._directory_name)
             here = ray.get_runtime_context().get_node_id()
             owners = ray.get(self._directory.owners.remote(namespace, [key]), timeout=_FETCH_TIMEOUT_S)[0]
-            for node in owners:
-                if not node or node == here:
-                    continue
-                source = find_source(self._directory_name, node)
-                found = ray.get(source.fetch.remote(namespace, key), timeout=_FETCH_TIMEOUT_S)
-                if found is not None and self._is_ours(found[0], namespace, key):
-                    return found[0], _tensor(*found)
-        except Exception as error:  # a lost node costs time, never a request
+        except Exception as error:  # without the directory there is this node's folder
             self._directory = None
             self.counters.add("peer_errors")
-            logger.info("chunk %s cannot be fetched from another node: %s", key, type(error).__name__)
+            logger.info("chunk %s is not looked for on other nodes: %s", key, type(error).__name__)
+            return None
+        for node in owners:
+            if not node or node == here:
+                continue
+            try:
+                source = find_source(self._directory_name, node)
+                found = ray.get(source.fetch.remote(namespace, key, self.rank), timeout=_FETCH_TIMEOUT_S)
+                if found is not None and self._is_ours(found[0], namespace, key):
+                    return found[0], _tensor(*found)
+            except Exception as error:  # a lost node costs time, never a request: the next one may live
+                self.counters.add("peer_errors")
+                logger.info("chunk %s cannot be fetched from node %s: %s", key, node, type(error).__name__)
         return None
 
     def _is_ours(self, meta: ChunkMeta, namespace: str, key: str) -> bool:

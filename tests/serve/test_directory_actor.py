@@ -109,6 +109,24 @@ def test_a_chunk_of_one_node_is_reused_on_another_with_a_folder_of_its_own(clust
     assert ray.get(two.load.remote(OTHER, 1)) is None, "a chunk crossed namespaces"
     assert ray.get(two.load.remote(SPACE, 9)) is None
 
+    assert ray.get(directory.pin.remote(SPACE, keys(1))) == 1
+    files = [tmp_path / f"node{number}" / ".store" / "directory_pins.json" for number in range(2)]
+    eventually(lambda: all(file.exists() and keys(1)[0] in file.read_text() for file in files))
+
     ray.get(directory.delete.remote(SPACE, keys(1)))
+    eventually(lambda: not any(keys(1)[0] in file.read_text() for file in files))
     eventually(lambda: not ray.get(one.on_disk.remote(1)) and not ray.get(two.on_disk.remote(1)))
+    ray.kill(directory)
+
+
+def test_chunks_that_only_a_dead_node_had_leave_the_directory(cluster, tmp_path):
+    node = cluster.add_node(num_cpus=1, resources={"mortal": 1}, object_store_memory=10**8)
+    config = store_config(tmp_path / "mortal", store_pipeline="Cache|Peers", directory="mortal-node")
+    directory = start_directory(config)
+    engine = Engine.options(resources={"mortal": 0.1}).remote(config)
+    assert ray.get(engine.save.remote(1, 7.0), timeout=240)
+    eventually(lambda: ray.get(directory.owners.remote(SPACE, keys(1)))[0], 60)
+    cluster.remove_node(node)
+    eventually(lambda: not ray.get(directory.owners.remote(SPACE, keys(1)))[0], 90)
+    assert ray.get(directory.chunks.remote(SPACE))[0] == 0
     ray.kill(directory)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.store.conftest import NAMESPACE, chunk_path, file_bytes, key, make_chunk
 from ucm_ray.store import CacheStage, PosixStage
+from ucm_ray.store.kept_pins import KeptPins
 
 
 def age(stage: PosixStage, *numbers: int) -> None:
@@ -130,3 +131,39 @@ def test_host_memory_stays_within_the_capacity_and_forgets_the_least_used():
     cache.save(*make_chunk(6))
     assert here(cache) == [3, 4, 6]
     assert cache.delete(NAMESPACE, [key(3), key(9)]) == 1 and cache.clear() == 2 and cache.stats()["bytes"] == 0
+
+
+def test_kept_pins_hold_though_their_keeper_ended_and_for_chunks_that_come_later(small):
+    for number in (0, 1, 2):
+        small.save(*make_chunk(number))
+    age(small, 0, 1, 2)
+    root = small.folders[0].root
+    before = PosixStage([root], 2**30)
+    KeptPins(before).set(NAMESPACE, [key(0), key(0), key(7)], True)
+    before.close()
+    small.save(*make_chunk(3))
+    assert here(small) == [0, 2, 3]
+    pins = KeptPins(PosixStage([root], 2**30))
+    assert pins.among(NAMESPACE, [key(1), key(7)]) == [key(7)] and pins.of(NAMESPACE) == sorted([key(0), key(7)])
+    small.save(*make_chunk(7))
+    age(small, 7, 0, 3)
+    small.save(*make_chunk(4))
+    assert here(small) == [0, 4, 7]
+    pins.set(NAMESPACE, [key(0)], False)
+    small.save(*make_chunk(5))
+    assert here(small) == [4, 5, 7]
+    assert KeptPins(PosixStage([root], 2**30)).of(NAMESPACE) == [key(7)]
+
+
+def test_every_folder_keeps_the_pins_of_its_own_chunks(tmp_path):
+    stage = PosixStage([tmp_path / "one", tmp_path / "two"], 2**30)
+    names = [key(number) for number in range(20)]
+    KeptPins(stage).set(NAMESPACE, names, True)
+    for folder in stage.folders:
+        assert folder.pins.all() == {(NAMESPACE, name) for name in names if stage.folder_of(name) is folder}
+    assert KeptPins(stage).of(NAMESPACE) == sorted(names)
+
+
+def test_a_damaged_list_of_kept_pins_is_no_pins(small):
+    (small.folders[0].root / ".store" / "directory_pins.json").write_text('{"a0": [')
+    assert KeptPins(small).of(NAMESPACE) == []

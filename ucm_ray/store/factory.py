@@ -99,8 +99,8 @@ class UcmConnectorFactory:
                         pool=pool)
 
     @staticmethod
-    def open_files(store_config: Mapping[str, Any]) -> Pipeline:
-        """The files alone, as rank 0 of `store_config["world_size"]` (default 1) sees them, with no host memory of
+    def open_files(store_config: Mapping[str, Any], rank: int = 0) -> Pipeline:
+        """The files alone, as `rank` of `store_config["world_size"]` (default 1) sees them, with no host memory of
         their own: to look at headers, hand chunks out and delete."""
-        return UcmConnectorFactory.create_connector({**store_config, "store_pipeline": "Posix"}, 0,
+        return UcmConnectorFactory.create_connector({**store_config, "store_pipeline": "Posix"}, rank,
                                                     int(store_config.get("world_size", 1)))

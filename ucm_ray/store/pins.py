@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import socket
@@ -11,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from threading import Lock
+
+from ucm_ray.store.base import is_hex_name
 
 logger = logging.getLogger("ucm_ray.store")
 
@@ -21,7 +24,8 @@ class Pins:
     """One log of `+namespace key` and `-namespace key` lines per process, locked for as long as the process lives.
 
     A log whose lock can be taken belongs to a process that ended: its pins are void and the file is removed. So no pin
-    outlives its owner, however that ended.
+    outlives its owner, however that ended, but those that are kept: they stand in a file of their own, which one
+    process (see `KeptPins`) writes and everybody reads.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,6 +34,7 @@ class Pins:
         self._lock = Lock()
         self._path: Path | None = None
         self._handle: int | None = None
+        self._kept = folder / "directory_pins.json"
 
     def pin(self, pins: Iterable[Pin]) -> None:
         with self._lock:
@@ -68,10 +73,34 @@ class Pins:
         # only a locked log gets the name that others look for: an unlocked one would be taken for a dead process's
         self._path = path.rename(path.with_suffix(".pins"))
 
+    def kept(self) -> set[Pin]:
+        """Pins that hold whoever lives."""
+        try:
+            pins = json.loads(self._kept.read_text())
+        except FileNotFoundError:
+            return set()
+        except (OSError, ValueError) as error:
+            logger.warning("the pins in %s cannot be read: %s", self._kept, error)
+            return set()
+        return {(namespace, key) for namespace, keys in pins.items() for key in keys if is_hex_name(key)}
+
+    def keep(self, pins: Iterable[Pin]) -> None:
+        """Replace the pins that hold whoever lives."""
+        by_namespace: dict[str, list[str]] = {}
+        for namespace, key in sorted(pins):
+            by_namespace.setdefault(namespace, []).append(key)
+        temporary = self._kept.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(by_namespace))
+            temporary.replace(self._kept)
+        except OSError as error:
+            logger.warning("pins cannot be saved to %s: %s", self._kept, error)
+
     def all(self) -> set[Pin]:
-        """Pins of every living process."""
+        """Pins of every living process, and those that are kept."""
+        kept = self.kept()
         with self._lock:
-            pinned = set(self._counts)
+            pinned = kept | set(self._counts)
             own = self._path
         for path in self.folder.glob("*.pins"):
             if path != own:

@@ -1,7 +1,7 @@
 """A folder of chunk files that several processes read, write and evict from at the same time.
 
     <root>/<namespace>/<key[:2]>/<key>.<rank>of<world_size>.kv      chunks
-    <root>/.store/usage, folder.lock, *.pins                        what the processes share
+    <root>/.store/usage, folder.lock, *.pins, directory_pins.json   what the processes share
 
 No process owns the folder: any file may vanish at any moment, which is never an error. A chunk's files of all ranks are
 one unit: they are counted, evicted and discarded together, since one rank's file is useless without the others.
