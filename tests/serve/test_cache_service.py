@@ -188,3 +188,36 @@ def test_without_blend_nothing_is_computed_for_an_ingest(service):
     with pytest.raises(ServiceError, match="blend.enabled: false") as refused:
         ingest(made)
     assert refused.value.status_code == 409 and made._engines.calls == []
+
+
+@pytest.mark.parametrize("ids", [[5, 2**31], [5, 2**63], [-1, 5], [VOCABULARY]])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_ids_outside_the_vocabulary_are_the_callers_mistake(service, ids, tokens):
+    with pytest.raises(ServiceError, match="token_ids: found") as refused:
+        asyncio.run(service().lookup(api.LookupRequest(token_ids=ids, tokens=tokens), ""))
+    assert refused.value.status_code == 400
+
+
+def test_text_is_tokenised_and_decoded_beside_the_event_loop(service):
+    made = service()
+    (stored,) = ingest(made, api.Document(text="A text of some length. " * 20))
+    assert asyncio.run(made.lookup(api.LookupRequest(token_ids=[7, 8], tokens=True), "")).tokens == ["\x07", "\x08"]
+    assert asyncio.run(made.chunk("", stored.chunks[0])).text
+    assert made.tokenizer.on_loop == [False] * 3
+
+
+def test_a_key_named_twice_is_deleted_once(service):
+    made = service()
+    (stored,) = ingest(made)
+    key = stored.chunks[0]
+    asyncio.run(made.delete(api.KeysRequest(keys=[key, key]), ""))
+    assert made._directory.asked[-1][0] == "delete" and made._directory.asked[-1][2] == [key]
+
+
+def test_statistics_count_one_part_of_the_cache_and_all_requests_of_the_key(service):
+    made = service()
+    ingest(made, salt="key.apart")
+    made.keep_receipt("key", "request", {"blend": {"reused_tokens": 5}})
+    apart, whole = (asyncio.run(made.statistics(salt, "key")) for salt in ("key.apart", "key"))
+    assert (apart.chunks, whole.chunks) == (3, 0)
+    assert apart.requests == whole.requests == {"requests": 1, "reused_tokens": 5}

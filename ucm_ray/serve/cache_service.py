@@ -95,10 +95,13 @@ class CacheService:
         where = f"documents.{index}"
         if not ids:
             raise bad_request(f"{where}: found a text without tokens", where)
-        if min(ids) < 0 or max(ids) >= self.tokenizer.vocabulary_size:
-            raise bad_request(f"{where}.token_ids: found {min(ids)} to {max(ids)}, expected 0 to "
-                              f"{self.tokenizer.vocabulary_size - 1}", where)
+        self._check_ids(ids, f"{where}.token_ids")
         return ids
+
+    def _check_ids(self, ids: list[int], where: str) -> None:
+        if min(ids) < 0 or max(ids) >= self.tokenizer.vocabulary_size:
+            raise bad_request(f"{where}: found {min(ids)} to {max(ids)}, expected 0 to "
+                              f"{self.tokenizer.vocabulary_size - 1}", where)
 
     async def _ingest_one(self, ids: list[int], namespace: str, salt: str) -> api.IngestedDocument:
         started_s = time.perf_counter()
@@ -177,10 +180,11 @@ class CacheService:
             computed_tokens=len(ids) - reusable, estimated_saving=saved / len(ids),
             estimated_saving_s=saved / self._prefill_tokens_s if self._prefill_tokens_s else None,
             spans=[_span(chunk) for chunk in chunks],
-            tokens=self.tokenizer.pieces(ids) if request.tokens else None)
+            tokens=await asyncio.to_thread(self.tokenizer.pieces, ids) if request.tokens else None)
 
     async def _prompt_ids(self, request: api.LookupRequest) -> list[int]:
         if request.token_ids is not None:
+            self._check_ids(request.token_ids, "token_ids")
             return request.token_ids
         payload = {"messages": request.messages} if request.messages is not None else {"prompt": request.prompt}
         ids = await self.tokenizer.prompt(payload | {"model": self.settings.service.model_id})
@@ -227,7 +231,8 @@ class CacheService:
         found = await self._ask(self._directory.chunk.remote(await self.namespace(salt), key))
         if found is None:
             raise not_found(f"chunk {key[:64]!r} is not stored", "key")
-        return api.ChunkDetail(**found, text="".join(self.tokenizer.pieces(found["token_ids"])))
+        pieces = await asyncio.to_thread(self.tokenizer.pieces, found["token_ids"])
+        return api.ChunkDetail(**found, text="".join(pieces))
 
     async def pin(self, request: api.PinRequest, salt: str) -> api.Affected:
         namespace, keys = await self._known_keys(request, salt)
@@ -249,6 +254,7 @@ class CacheService:
             if not total:
                 raise not_found(f"document {document[:64]!r} is not stored", "documents")
             keys += [chunk["key"] for chunk in page]
+        keys = list(dict.fromkeys(keys))
         for key, owners in zip(keys, await self._ask(self._directory.owners.remote(namespace, keys)), strict=True):
             if not owners:
                 raise not_found(f"chunk {key[:64]!r} is not stored", "keys")
@@ -268,10 +274,11 @@ class CacheService:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "budget":
                 totals[name] = totals.get(name, 0) + value
 
-    async def statistics(self, salt: str) -> api.Statistics:
+    async def statistics(self, salt: str, key_salt: str) -> api.Statistics:
+        """Of the cache of `salt`, and of the requests of the key, which are counted under its own salt."""
         stats = await self._ask(self._directory.stats.remote(await self.namespace(salt)))
         own = {name: stats.pop(name) for name in ("chunks", "tokens", "bytes", "pinned")}
-        return api.Statistics(**own, requests=self._totals.get(salt, {"requests": 0}),
+        return api.Statistics(**own, requests=self._totals.get(key_salt, {"requests": 0}),
                               directory=stats | {"synchronised": self.copy.synchronised})
 
     async def exposition(self) -> tuple[bytes, str]:
