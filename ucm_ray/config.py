@@ -172,13 +172,15 @@ class RetrievalSettings(_Section):
     """Where block representations live: in the worker (`local`) or in sharded Ray actors (`ray`)."""
 
     backend: Literal["local", "ray"] = "local"
-    namespace: str = Field(default="ucm_ray", min_length=1)
+    namespace: str = Field(default="ucm_ray", min_length=1, description="the Ray namespaces of pools begin with it")
     shards: int = Field(default=1, ge=1)
     max_shards: int = Field(default=4, ge=1)
     capacity_bytes: Bytes = 256 * 2**20
-    dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    dtype: Literal["float16", "bfloat16", "float32"] = Field(
+        default="float32", description="of blocks stored over HTTP; those of running requests: esa.retrieval_dtype"
+    )
     num_cpus: float = Field(default=0.1, ge=0.0)
-    num_gpus: float = Field(default=0.0, ge=0.0)
+    num_gpus: float = Field(default=0.0, ge=0.0, description="of the engines' shards; those of HTTP are on the CPU")
 
     @model_validator(mode="after")
     def _ordered(self) -> RetrievalSettings:
