@@ -59,6 +59,7 @@ class RetrievalDocuments:
         self._count = itertools.count()
         self._client: RetrievalClient | None = None
         self._lock = threading.RLock()
+        self._connecting = threading.Lock()
 
     def upsert(self, caller: str, name: str, stats: np.ndarray, append: bool) -> int:
         """Sets or extends a name's blocks; how many it has now.
@@ -71,8 +72,8 @@ class RetrievalDocuments:
             raise Refused(400, f"blocks: found shape {list(stats.shape)}, expected "
                                f"[{num_stats}, {layers}, num_blocks, {heads}, {head_dim}]")
         num_blocks = stats.shape[2]
+        client = self._connect()
         with self._lock:
-            client = self._connect()
             old = self._named.get((caller, name))
             given_up = len(old.keys) if old and not append else 0
             if self._num_blocks - given_up + num_blocks > self._capacity:
@@ -104,8 +105,8 @@ class RetrievalDocuments:
         Returns:
             `candidates`, `source`, and `blocks` and `scores` as lists `[num_layers][groups][at most k]`.
         """
+        client = self._connect()
         with self._lock:
-            client = self._connect()
             named = self._named.get((caller, name))
         if named is None:
             raise Refused(404, f"no blocks are stored under the name {name!r}")
@@ -150,14 +151,20 @@ class RetrievalDocuments:
         self._num_blocks -= len(named.keys)
 
     def _connect(self) -> RetrievalClient:
-        """The pool's client; starts the pool the first time. Needs the lock."""
-        if self._client is None:
-            try:
+        """The pool's client; starts the pool the first time. Without the other lock: that may take long."""
+        if self._client is not None:
+            return self._client
+        if not self._connecting.acquire(timeout=_START_S):
+            raise Refused(503, "the retrieval pool is being started; ask again in a moment")
+        try:
+            if self._client is None:
                 pool = start_pool(self._pool, self._name, self._namespace, _START_S)
-            except RetrievalError as error:
-                raise Refused(503, f"no retrieval pool runs: {error}") from None
-            self._client = RetrievalClient(RayPoolLink(pool), {"retrieval_cache_size": self._capacity},
-                                           geometry=self._geometry, deadline_s=_DEADLINE_S, fallbacks=("local",))
+                self._client = RetrievalClient(RayPoolLink(pool), {"retrieval_cache_size": self._capacity},
+                                               geometry=self._geometry, deadline_s=_DEADLINE_S, fallbacks=("local",))
+        except RetrievalError as error:
+            raise Refused(503, f"no retrieval pool runs: {error}") from None
+        finally:
+            self._connecting.release()
         return self._client
 
 

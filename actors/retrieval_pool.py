@@ -4,11 +4,15 @@
 stored bytes and queue time. It is on no query's path: clients ask it for the membership and talk to the shards.
 """
 
+import hashlib
+import json
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -323,6 +327,30 @@ def stop_pool(name: str = "retrieval", namespace: str = "ucm_ray") -> bool:
     ray.get(pool.shutdown.remote(), timeout=30)
     ray.kill(pool, no_restart=True)
     return True
+
+
+def own_namespace(base: str, app: str, kind: str, *told: Any) -> str:
+    """Ray namespace for the pool of a Serve application.
+
+    Shards outlive a deployment and keep the geometry and the settings they were started with: whatever decides those is
+    `told`, and anything else told means another pool. `kind` is "engine" or "http".
+    """
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return f"{base}-{app}-{kind}-{digest}"
+
+
+def end_pools(base: str, app: str, kind: str | None = None, keep: str = "") -> None:
+    """Ends an application's pools of `kind`, or of both kinds, but for the one in the namespace `keep`."""
+    import ray
+
+    ours = re.compile(f"{re.escape(f'{base}-{app}-')}{kind or '(engine|http)'}-[0-9a-f]{{8}}")
+    # owners of blocks first, then pools, which would start a shard again; what they were just starting comes last
+    for names in (r".*-documents", r"(?!.*-shard-\d+$).*", r".*"):
+        for found in ray.util.list_named_actors(all_namespaces=True):
+            if (found["namespace"] != keep and ours.fullmatch(found["namespace"])
+                    and re.fullmatch(names, found["name"])):
+                with suppress(ValueError):  # gone meanwhile
+                    ray.kill(ray.get_actor(found["name"], namespace=found["namespace"]), no_restart=True)
 
 
 class RayShardLink(ShardLink):

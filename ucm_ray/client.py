@@ -9,6 +9,7 @@ Both have the same methods; those of `AsyncClient` are awaited.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ class _Operations:
         return self._send(_Call("delete_chunks", "POST", "/ucm/v1/delete", api.Affected, body))
 
     def clear(self) -> api.Affected:
-        """Delete everything this client's key has stored."""
+        """Delete everything this client's key has stored under this client's `cache_salt`, or without one."""
         return self._send(_Call("clear_chunks", "DELETE", "/ucm/v1/chunks", api.Affected, parameters=self._salted()))
 
     def pin(self, keys: Sequence[str] = (), documents: Sequence[str] = (), pinned: bool = True) -> api.Affected:
@@ -116,8 +117,8 @@ class _Operations:
         return self._send(_Call("evict_blocks", "POST", "/ucm/v1/retrieval/evict", api.Evicted, body))
 
     def stats(self) -> api.Statistics:
-        """Numbers of this key's cache and requests."""
-        return self._send(_Call("statistics", "GET", "/ucm/v1/stats", api.Statistics))
+        """Numbers of this key's cache, of the part of this client's `cache_salt`, and of the key's requests."""
+        return self._send(_Call("statistics", "GET", "/ucm/v1/stats", api.Statistics, parameters=self._salted()))
 
     def receipt(self, request_id: str) -> dict[str, Any]:
         """The receipt of a request, by the `id` of its response."""
@@ -171,7 +172,7 @@ class AsyncClient(_Operations):
     def __init__(self, base_url: str = DEFAULT_URL, api_key: str | None = None, cache_salt: str | None = None,
                  timeout_s: float = 300.0, handle: Any = None):
         super().__init__(cache_salt)
-        self._handle, self._api_key = handle, api_key
+        self._handle, self._api_key, self._timeout_s = handle, api_key, timeout_s
         self._http = httpx.AsyncClient(base_url=base_url, headers=_headers(api_key), timeout=timeout_s)
 
     @classmethod
@@ -190,8 +191,8 @@ class AsyncClient(_Operations):
 
     async def _send(self, call: _Call) -> Any:
         if self._handle is not None:
-            return _unpacked(call, await self._handle.cache_call.remote(call.route, _arguments(call),
-                                                                        self._api_key or ""))
+            answer = self._handle.cache_call.remote(call.route, _arguments(call), self._api_key or "")
+            return _unpacked(call, await asyncio.wait_for(answer, self._timeout_s))
         try:
             return _answer(call, await self._http.request(call.method, call.path, **_request(call)))
         except httpx.TransportError as error:

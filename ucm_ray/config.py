@@ -55,7 +55,19 @@ def _known_policy(name: str) -> str:
     return name
 
 
+def _known_representation(name: str) -> str:
+    """Representations register themselves in `ucm_ray.retrieval.representations`."""
+    try:
+        from ucm_ray.retrieval.representations import representation_names
+    except ImportError:  # without torch, which `ucm-ray doctor` has to be able to say
+        return name
+    if name not in representation_names():
+        raise ValueError(f"expected one of {', '.join(map(repr, representation_names()))}")
+    return name
+
+
 Policy = Annotated[str, AfterValidator(_known_policy)]
+Representation = Annotated[str, AfterValidator(_known_representation)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -143,7 +155,8 @@ class EsaSettings(_Section):
     retrieval_stride: int = Field(default=5, ge=1)
     retrieval_workers: int = Field(default=4, ge=1)
     retrieval_cache_size: int = Field(default=10000, ge=1)
-    representation: Literal["mean", "minmax", "mean_std", "cumulant"] = "cumulant"
+    # the default is not checked: torch would be imported for it
+    representation: Representation = Field(default="cumulant", validate_default=False)
     static_share: Ratio = Field(default=0.65, description="share of the rest given by prompt attention mass")
     deadline_ms: float = Field(default=5.0, ge=0.0)
     fallback: Literal["last", "local", "dense"] = "last"
@@ -159,13 +172,15 @@ class RetrievalSettings(_Section):
     """Where block representations live: in the worker (`local`) or in sharded Ray actors (`ray`)."""
 
     backend: Literal["local", "ray"] = "local"
-    namespace: str = Field(default="ucm_ray", min_length=1)
+    namespace: str = Field(default="ucm_ray", min_length=1, description="the Ray namespaces of pools begin with it")
     shards: int = Field(default=1, ge=1)
     max_shards: int = Field(default=4, ge=1)
     capacity_bytes: Bytes = 256 * 2**20
-    dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    dtype: Literal["float16", "bfloat16", "float32"] = Field(
+        default="float32", description="of blocks stored over HTTP; those of running requests: esa.retrieval_dtype"
+    )
     num_cpus: float = Field(default=0.1, ge=0.0)
-    num_gpus: float = Field(default=0.0, ge=0.0)
+    num_gpus: float = Field(default=0.0, ge=0.0, description="of the engines' shards; those of HTTP are on the CPU")
 
     @model_validator(mode="after")
     def _ordered(self) -> RetrievalSettings:
@@ -270,7 +285,7 @@ def load_settings(path: str | Path | None = None, overrides: Mapping[str, Any] |
     raw = _read_yaml(Path(chosen).expanduser()) if chosen else {}
     where = str(chosen) if chosen else "built-in defaults"
     for key, value in (overrides or {}).items():
-        _set(raw, key, yaml.safe_load(value) if isinstance(value, str) else value, where)
+        _set(raw, key, _parse_yaml(value, f"{where}: {key}") if isinstance(value, str) else value, where)
     if keys := os.environ.get(API_KEYS_VARIABLE):
         _set(raw, "service.api_keys", [key.strip() for key in keys.split(",")], API_KEYS_VARIABLE)
     return parse_settings(raw, where)
@@ -297,18 +312,24 @@ def parse_controls(raw: Any, where: str = 'kv_transfer_params["ucm"]') -> Reques
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file, expected a YAML configuration") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    raw = _parse_yaml(text, str(path))
     if raw is None:
         return {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: found a {type(raw).__name__} at the top, expected a mapping of sections")
     return raw
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with a month 13
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _set(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:

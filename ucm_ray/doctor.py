@@ -37,17 +37,23 @@ class SetUpError(RuntimeError):
     """The ground is not ready; the message holds every error and its remedy."""
 
 
-def examine(settings: Settings) -> list[Finding]:
-    """All checks, in the order a start-up would trip over them. Starts nothing and changes nothing."""
+def examine(settings: Settings, address: str | None = None) -> list[Finding]:
+    """All checks, in the order a start-up would trip over them. Starts nothing and changes nothing.
+
+    `address` as for `run_service`: on a Ray that is joined, the engine may run on any machine, so that this one's
+    device, port, memory and cores say nothing.
+    """
     checks: list[Callable[[Settings], Iterator[Finding]]] = [
         _python, _packages, _plugin, _device, _model, _store, _port, _memory, _disk, _ray,
     ]
+    if address not in (None, "", "local"):
+        checks = [check for check in checks if check not in (_device, _port, _memory, _ray)]
     return [finding for check in checks for finding in check(settings)]
 
 
-def stop_if_red(settings: Settings) -> None:
+def stop_if_red(settings: Settings, address: str | None = None) -> None:
     """Raise `SetUpError` with every error found."""
-    errors = [finding for finding in examine(settings) if finding.state == "error"]
+    errors = [finding for finding in examine(settings, address) if finding.state == "error"]
     if errors:
         raise SetUpError("\n".join(f"{item.name}: {item.found}. {item.remedy}" for item in errors))
 
@@ -189,8 +195,7 @@ def _ray(settings: Settings) -> Iterator[Finding]:
     cpus = settings.service.replica_cpus * settings.engine.tensor_parallel_size * max(settings.service.min_replicas, 1)
     cpus += settings.service.ingress_cpus * settings.service.ingress_replicas
     cores = len(os.sched_getaffinity(0))
-    address = os.environ.get("RAY_ADDRESS")
-    if address is None and cpus > cores:
+    if cpus > cores:
         yield Finding("ray", "error", f"the deployment asks for {cpus:g} CPUs, this machine has {cores}",
                       "Lower service.replica_cpus, service.min_replicas or service.ingress_cpus.")
     elif shared < 2**28:

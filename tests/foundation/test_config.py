@@ -57,6 +57,8 @@ BROKEN = {
     "negative delay": ("service: {downscale_delay_s: -1}", ["service.downscale_delay_s", "found -1", "greater than"]),
     "number in quotes": ("service: {port: '80'}", ["service.port", "'80'", "valid integer"]),
     "not one of the allowed": ("blend: {policy: best}", ["blend.policy", "'best'", "'query'", "'hkvd'", "'boundary'"]),
+    "an unknown representation": ("esa: {representation: best}", ["esa.representation", "'best'", "'mean_std'"]),
+    "a date with a month 13": ("blend: {budget: 2024-13-01}", ["not valid YAML", "month"]),
     "section is a number": ("store: 3", ["store", "found 3", "expected a mapping"]),
     "size without a meaning": ("store: {cache_capacity_bytes: lots}", ["cache_capacity_bytes", "'lots'", "1GiB"]),
     "empty list": ("store: {storage_backends: []}", ["store.storage_backends", "found []", "at least 1"]),
@@ -88,6 +90,23 @@ def test_a_broken_configuration_is_told_key_value_and_what_is_allowed(
         load_settings(file)
     for part in [str(file), *parts]:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["[x", "2024-13-01", "{a: b", "\t- x"])
+def test_an_override_that_is_no_yaml_is_told_its_key(value: str) -> None:
+    with pytest.raises(ConfigError, match="blend.policy: not valid YAML"):
+        load_settings(overrides={"blend.policy": value})
+
+
+def test_a_representation_that_registered_itself_can_be_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ucm_ray.retrieval import representations
+
+    monkeypatch.setattr(representations, "_REGISTRY", dict(representations._REGISTRY))
+
+    class Maximum(representations.Mean):
+        name = "maximum"
+
+    assert load_settings(overrides={"esa.representation": "maximum"}).esa.representation == Maximum.name
 
 
 def test_every_mistake_is_reported_at_once() -> None:

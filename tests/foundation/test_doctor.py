@@ -82,6 +82,22 @@ def test_red_when_the_deployment_asks_for_more_cores_than_there_are(
     assert set(errors) == {"ray"} and "service.replica_cpus" in errors["ray"]
 
 
+def test_on_a_ray_that_is_joined_this_machine_is_not_what_counts(good: dict, free_port: int) -> None:
+    """A GPU on another machine, a port of the cluster's, more cores than here."""
+    service = good["service"] | {"replica_cpus": 1000.0}
+    settings = parse_settings(good | {"engine": {"device": "cuda"}, "service": service})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port))
+        taken.listen()
+        stop_if_red(settings, "10.0.0.1:6379")
+        for own in (None, "", "local"):
+            with pytest.raises(SetUpError, match="port: .*\n.*service.replica_cpus"):
+                stop_if_red(settings, own)
+    unwritable = parse_settings(good | {"store": {"storage_backends": "/proc/ucm_ray_store"}})
+    with pytest.raises(SetUpError, match="store"):
+        stop_if_red(unwritable, "auto")
+
+
 def test_examining_leaves_nothing_behind(good: dict, tmp_path: Path) -> None:
     examine(parse_settings(good))
     assert list(tmp_path.iterdir()) == []

@@ -149,3 +149,19 @@ def test_a_ray_that_cannot_start_is_one_sentence_without_a_traceback(tmp_path: P
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("ucm-ray: starting Ray failed:"), done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_stopping_on_a_ray_that_goes_on_ends_the_retrieval_pools(monkeypatch: pytest.MonkeyPatch,
+                                                                 capsys: pytest.CaptureFixture) -> None:
+    from actors import retrieval_pool
+    from ucm_ray.config import parse_settings
+    from ucm_ray.serve.run import _end_pools
+
+    ended: list[tuple[str, str]] = []
+    monkeypatch.setattr(retrieval_pool, "end_pools", lambda *pools: ended.append(pools))
+    for backend in ("local", "ray"):
+        _end_pools(parse_settings({"retrieval": {"backend": backend, "namespace": "here"}}))
+    assert ended == [("here", "default")]
+    monkeypatch.setattr(retrieval_pool, "end_pools", lambda *_: 1 / 0)
+    _end_pools(parse_settings({"retrieval": {"backend": "ray"}}))
+    assert "could not be ended: division by zero" in capsys.readouterr().err

@@ -362,3 +362,26 @@ def test_nothing_is_compiled_once_a_bank_exists(start):
 def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="expected fallbacks out of local, last, dense"):
         RetrievalClient(ThreadPool(1), fallbacks=("guess",))
+
+
+def test_blocks_that_shards_refuse_for_ever_are_an_error_in_the_log_once(caplog):
+    """A pool that another model has filled first."""
+    pool = ThreadPool(2)
+    first, second = (RetrievalClient(pool, geometry=geometry, deadline_s=5.0, fallbacks=("local",))
+                     for geometry in (GEOMETRY, GEOMETRY._replace(dtype="float32")))
+    try:
+        first.publish(KEYS, make_stats(len(KEYS)), {"a": KEYS})
+        first.wait_ready()
+        with caplog.at_level("ERROR", "ucm_ray.retrieval.client"):
+            second.publish(KEYS, make_stats(len(KEYS)), {"b": KEYS})
+            deadline_s = time.monotonic() + 20
+            while not caplog.records and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            time.sleep(0.5)
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 1 and "float32" in said[0] and "bfloat16" in said[0], said
+        assert second.submit(PackedQuery.build(["b"], make_query(1), second.bank.geometry, 3)).result(
+            10).source(0) is Source.LOCAL
+    finally:
+        first.close()
+        second.close()

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -29,6 +31,66 @@ def documents(ray_local):
     yield ask
     ray_local.kill(actor)
     stop_pool(name, NAMESPACE)
+
+
+def test_while_the_pool_starts_other_callers_are_answered(monkeypatch):
+    """It may take a minute to learn that the cluster has no room."""
+    from actors import retrieval_documents
+    from ucm_ray.retrieval.client import RetrievalError
+
+    starting, go_on = threading.Event(), threading.Event()
+
+    def start_pool(*_):
+        starting.set()
+        assert go_on.wait(30)
+        raise RetrievalError("no room")
+
+    monkeypatch.setattr(retrieval_documents, "start_pool", start_pool)
+    owner = retrieval_documents.RetrievalDocuments("pool", NAMESPACE, tuple(GEOMETRY), {})
+    with ThreadPoolExecutor(2) as threads:
+        stuck = threads.submit(owner.upsert, "a", "x", make_stats(2).numpy(), False)
+        assert starting.wait(30)
+        try:
+            assert threads.submit(owner.info, "a").result(10)["blocks"] == 0
+            with pytest.raises(retrieval_documents.Refused):
+                threads.submit(owner.evict, "a", ["x"]).result(10)
+        finally:
+            go_on.set()
+        with pytest.raises(retrieval_documents.Refused, match="no room"):
+            stuck.result(30)
+
+
+def test_an_application_ends_its_own_pools_and_no_others(ray_local):
+    from actors.retrieval_documents import connect_documents
+    from actors.retrieval_pool import PoolSettings, end_pools, own_namespace, start_pool
+
+    settings = PoolSettings(capacity_bytes=2**18, device="cpu", num_cpus=0.0)
+    base = f"base-{uuid.uuid4().hex[:6]}"
+    old, new, http, other = (own_namespace(base, *told) for told in (
+        ("app", "engine", "mean"), ("app", "engine", "cumulant"), ("app", "http"), ("app-b", "engine", "mean")))
+    assert len({old, new, http, other}) == 4 and old == own_namespace(base, "app", "engine", "mean")
+
+    def living():
+        return {found["namespace"] for found in ray_local.util.list_named_actors(all_namespaces=True)
+                if found["namespace"].startswith(base)}
+
+    def wait_for(expected):
+        deadline_s = time.monotonic() + 30
+        while living() != expected:
+            assert time.monotonic() < deadline_s, living()
+            time.sleep(0.1)
+
+    for namespace in (old, new, other):
+        start_pool(settings, namespace=namespace)
+    owner = connect_documents("retrieval-http", http, GEOMETRY, settings)
+    ray_local.get(owner.upsert.remote("a", "x", make_stats(2).numpy(), False), timeout=90)
+    assert living() == {old, new, http, other}
+    end_pools(base, "app", "engine", keep=new)
+    wait_for({new, http, other})
+    end_pools(base, "app")
+    wait_for({other})
+    end_pools(base, "app-b")
+    wait_for(set())
 
 
 def best_blocks(stats, query, k):

@@ -16,14 +16,19 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="YAML; default: $UCM_RAY_CONFIG.")] = None,
     port: Annotated[int | None, typer.Option(help="Same as service.port=N.")] = None,
+    address: Annotated[str | None, typer.Option(envvar="RAY_ADDRESS",
+                                                help="Running Ray cluster, as for `ucm-ray serve`.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the findings there, too.")] = None,
 ) -> None:
-    """Check versions, device, model, store, port, memory, disk and Ray. Exit code 1 if anything is red."""
+    """Check versions, device, model, store, port, memory, disk and Ray. Exit code 1 if anything is red.
+
+    For a running Ray cluster this machine's device, port, memory and cores are not checked.
+    """
     from ucm_ray.bench.report import write_json
     from ucm_ray.config import load_settings
     from ucm_ray.doctor import examine
 
-    findings = examine(load_settings(config, {} if port is None else {"service.port": port}))
+    findings = examine(load_settings(config, {} if port is None else {"service.port": port}), address)
     for item in findings:
         label = typer.style(f"{item.state:8}", fg=_COLOURS[item.state])
         typer.echo(f"{label}{item.name:13}{item.found}")

@@ -36,7 +36,7 @@ def serve(
     from ucm_ray.doctor import stop_if_red
 
     settings = load_settings(config, {key: value for key, value in args.items() if key != "config"})
-    stop_if_red(settings)
+    stop_if_red(settings, address)
 
     from ucm_ray.serve.run import run_service
 

@@ -176,6 +176,7 @@ class RetrievalClient(Retriever):
         self._write_lock = threading.RLock()
         self._stale = threading.Event()
         self._closed = False
+        self._refusal_told = False
         self._outbox: list[tuple[list[str], torch.Tensor]] = []
         self._grown: dict[str, int] = {}
         self._view = _View(pool.membership(10.0), self.client_id)
@@ -576,8 +577,17 @@ class RetrievalClient(Retriever):
             return True
         except Exception as error:
             shard.retry_at_s = time.monotonic() + 0.05
-            logger.info("retrieval shard %s cannot be filled yet: %s", shard.link.shard_id, _first_line(error))
+            self._tell(f"retrieval shard {shard.link.shard_id} cannot be filled yet", error)
             return False
+
+    def _tell(self, what: str, error: Exception) -> None:
+        """Most failures pass; blocks of another geometry than a shard holds are refused for ever."""
+        if isinstance(error, ValueError):
+            if not self._refusal_told:
+                self._refusal_told = True
+                logger.error("%s, fallbacks answer until it can (said once): %s", what, _last_line(error))
+        else:
+            logger.info("%s: %s", what, _first_line(error))
 
     def _fill(self, view: _View, index: int) -> str:
         """Uploads what the shard misses, then its whole request lists. Returns its epoch; raises if the shard fails."""
@@ -629,7 +639,7 @@ class RetrievalClient(Retriever):
                     shard.ready = True
                 self._view = new
         except Exception as error:
-            logger.info("cannot move to membership %d yet: %s", membership.version, _first_line(error))
+            self._tell(f"cannot move to membership {membership.version} of the retrieval pool yet", error)
             return
         for shard in old.shards:
             shard.link.close()
@@ -693,6 +703,11 @@ def _ignore(result) -> None:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _last_line(error: Exception) -> str:
+    """Of an error from another process, behind its traceback."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _bytes(records: torch.Tensor | None) -> bytes:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
+MAX_BODY_BYTES = 64 * 2**20
 MAX_DOCUMENTS = 64
+MAX_MESSAGES = 4_096
 MAX_TEXT_CHARS = 1_000_000
 MAX_TOKENS = 262_144
 MAX_KEYS = 10_000
@@ -17,6 +20,7 @@ MAX_PAGE = 1_000
 MAX_NAMES = 256
 MAX_TOP_K = 1_024
 MAX_VALUES = 4_194_304  # 16 MiB as float32
+MAX_INT32 = 2**31 - 1
 
 
 class _Body(BaseModel):
@@ -63,7 +67,7 @@ class IngestResponse(BaseModel):
 class LookupRequest(_Body):
     """A prompt as it would be sent: `messages`, `prompt` or `token_ids`. Nothing is computed."""
 
-    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     prompt: str | None = Field(default=None, min_length=1, max_length=MAX_TEXT_CHARS)
     token_ids: list[int] | None = Field(default=None, min_length=1, max_length=MAX_TOKENS)
     model: str | None = None
@@ -75,6 +79,10 @@ class LookupRequest(_Body):
     def _one_of_three(self) -> LookupRequest:
         if sum(value is not None for value in (self.messages, self.prompt, self.token_ids)) != 1:
             raise ValueError("expected exactly one of 'messages', 'prompt' and 'token_ids'")
+        texts = (message.get("content") for message in self.messages or ())
+        chars = sum(len(text) for text in texts if isinstance(text, str))
+        if chars > MAX_TEXT_CHARS:
+            raise ValueError(f"messages: found {chars} characters, expected at most {MAX_TEXT_CHARS}")
         return self
 
 
@@ -167,28 +175,37 @@ class Affected(BaseModel):
 
 
 class Statistics(BaseModel):
-    """Of the caller's own cache and requests only."""
+    """Of the caller's own cache (the part of one `cache_salt`, or what has none) and requests only."""
 
     chunks: int
     tokens: int
     bytes: int
     pinned: int
-    requests: dict[str, float] = Field(description="receipts of the caller's requests, summed")
+    requests: dict[str, float] = Field(description="receipts of the key's requests, whatever their salts, summed")
     directory: dict[str, Any]
 
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
+def _at_most(data: Any) -> Any:
+    """Too much is refused before every number of it is checked."""
+    most = 4 * math.ceil(4 * MAX_VALUES / 3) if isinstance(data, str) else MAX_VALUES
+    if isinstance(data, (str, list)) and len(data) > most:
+        kind = "base64 characters" if isinstance(data, str) else "numbers"
+        raise ValueError(f"found {len(data)} {kind}, expected at most {most}; send the blocks in parts, with 'append'")
+    return data
+
+
 class Tensor(_Body):
     """An array: its shape, and its numbers in C order, listed or as base64 of little-endian float32."""
 
-    shape: list[Annotated[int, Field(ge=1)]] = Field(min_length=1, max_length=8)
-    data: list[float] | str = Field(max_length=6 * MAX_VALUES)
+    shape: list[Annotated[int, Field(ge=1, le=MAX_VALUES)]] = Field(min_length=1, max_length=8)
+    data: Annotated[list[float] | str, BeforeValidator(_at_most)]
 
     @model_validator(mode="after")
     def _complete_and_finite(self) -> Tensor:
-        expected = int(np.prod(self.shape, dtype=np.float64))
+        expected = math.prod(self.shape)
         if expected > MAX_VALUES:
             raise ValueError(f"shape {self.shape} holds {expected} numbers, expected at most {MAX_VALUES}; "
                              "send the blocks in parts, with 'append'")
@@ -240,8 +257,9 @@ class TopKRequest(_Body):
     name: Name
     query: Tensor = Field(description="[num_layers, num_heads, head_dim]; num_heads is a multiple of num_kv_heads")
     k: int = Field(ge=1, le=MAX_TOP_K)
-    start: int = Field(default=0, ge=0, description="the first block that may be chosen")
-    stop: int | None = Field(default=None, ge=0, description="the first one behind those that may be chosen")
+    start: int = Field(default=0, ge=0, le=MAX_INT32, description="the first block that may be chosen")
+    stop: int | None = Field(default=None, ge=0, le=MAX_INT32,
+                             description="the first one behind those that may be chosen")
     per_head: bool = Field(default=False, description="choose for every KV head; otherwise heads are summed")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _DIRECTORY_TIMEOUT_S = 10.0
 _STORED_TIMEOUT_S = 60.0
+_READ_AGAIN_S = 0.5  # beyond store.refresh_s: an engine has to read the list of stored chunks, too
+_INGEST_REASON = "switched off by the request"  # what the receipt of every good ingest says of blending
 _PARALLEL_INGESTS = 4
 _KEPT_CALLERS = 10_000
 
@@ -77,8 +79,12 @@ class CacheService:
 
     async def ingest(self, documents: list[api.Document], salt: str, pin: bool) -> list[api.IngestedDocument]:
         """Compute and store documents; those stored already cost a look-up."""
+        if not self.settings.blend.enabled:
+            raise ServiceError(409, "documents cannot be stored: this service's configuration says blend.enabled: "
+                                    "false, expected true")
         namespace = await self.namespace(salt)
-        texts = [self._document_ids(document, index) for index, document in enumerate(documents)]
+        texts = [await asyncio.to_thread(self._document_ids, document, index)
+                 for index, document in enumerate(documents)]
         done = await asyncio.gather(*(self._ingest_one(ids, namespace, salt) for ids in texts))
         if pin:
             await self._ask(self._directory.pin.remote(namespace, [key for one in done for key in one.chunks], True))
@@ -89,27 +95,24 @@ class CacheService:
         where = f"documents.{index}"
         if not ids:
             raise bad_request(f"{where}: found a text without tokens", where)
-        if min(ids) < 0 or max(ids) >= self.tokenizer.vocabulary_size:
-            raise bad_request(f"{where}.token_ids: found {min(ids)} to {max(ids)}, expected 0 to "
-                              f"{self.tokenizer.vocabulary_size - 1}", where)
+        self._check_ids(ids, f"{where}.token_ids")
         return ids
+
+    def _check_ids(self, ids: list[int], where: str) -> None:
+        if min(ids) < 0 or max(ids) >= self.tokenizer.vocabulary_size:
+            raise bad_request(f"{where}: found {min(ids)} to {max(ids)}, expected 0 to "
+                              f"{self.tokenizer.vocabulary_size - 1}", where)
 
     async def _ingest_one(self, ids: list[int], namespace: str, salt: str) -> api.IngestedDocument:
         started_s = time.perf_counter()
         size = self.settings.blend.blend_chunk_size
         keys = [chunk_key(namespace, ids[start:start + size]) for start in range(0, len(ids), size)]
-        index = self.copy.index(namespace)
-        missing = [key for key, stored in zip(keys, index.contains(keys), strict=True) if not stored]
+        # the directory itself: our copy of it may still list what has just been deleted
+        owners = await self._ask(self._directory.owners.remote(namespace, keys))
+        missing = [key for key, nodes in zip(keys, owners, strict=True) if not nodes]
         if missing:
             async with self._ingests:
-                # whole chunks per part, so that a long document's keys are those of its text alone
-                room = (self._engine["max_model_len"] - len(self._sink) - 1) // size * size
-                if room < size:
-                    raise ServiceError(500, f"max_model_len {self._engine['max_model_len']} leaves no room for a chunk "
-                                            f"behind the sink passage of {len(self._sink)} tokens")
-                for start in range(0, len(ids), room):
-                    await self._compute(ids[start:start + room], salt)
-                await self._stored(namespace, keys)
+                await self._compute_and_store(ids, keys, namespace, salt)
             self.metrics.ingested_tokens.inc(len(ids))
         records = {key: await self._ask(self._directory.chunk.remote(namespace, key)) for key in dict.fromkeys(keys)}
         known = [record for record in records.values() if record is not None]
@@ -121,23 +124,45 @@ class CacheService:
             num_chunks=len(keys), num_bytes=sum(record["num_bytes"] for record in known), new_chunks=len(set(missing)),
             chunks=keys, seconds=time.perf_counter() - started_s)
 
+    async def _compute_and_store(self, ids: list[int], keys: list[str], namespace: str, salt: str) -> None:
+        size = self.settings.blend.blend_chunk_size
+        # whole chunks per part, so that a long document's keys are those of its text alone
+        room = (self._engine["max_model_len"] - len(self._sink) - 1) // size * size
+        if room < size:
+            raise ServiceError(500, f"max_model_len {self._engine['max_model_len']} leaves no room for a chunk "
+                                    f"behind the sink passage of {len(self._sink)} tokens")
+        for start in range(0, len(ids), room):
+            await self._compute(ids[start:start + room], salt)
+        if await self._stored(namespace, keys, self.settings.store.refresh_s + _READ_AGAIN_S):
+            return
+        # an engine saves nothing that it takes for stored, and hears of a deletion only after store.refresh_s
+        stored = self.copy.index(namespace).contains(keys)
+        for start in range(0, len(ids), room):
+            if not stored[start // size:(start + room) // size].all():
+                await self._compute(ids[start:start + room], salt)
+        await self._stored(namespace, keys, _STORED_TIMEOUT_S)
+
     async def _compute(self, ids: list[int], salt: str) -> None:
-        params = {"ucm": {"ingest_from": len(self._sink), "blend": False}}
+        params = {"ucm": {"ingest_from": len(self._sink), "blend": False, "save": True}}
         try:
             answer = await self._engines.ingest.remote([*self._sink, *ids], params, salt)
         except ValueError as error:
             raise bad_request(f"the engine refused the document: {error}", "documents") from error
+        blend = answer["receipt"].get("blend")
+        reason = blend["reason"] if blend else "it gave no receipt"
+        if reason not in ("", _INGEST_REASON):
+            raise ServiceError(409, f"documents cannot be stored, the engine does not blend: {reason}")
         rate = len(ids) / max(answer["seconds"], 1e-6)
         self._prefill_tokens_s = rate if self._prefill_tokens_s is None else 0.8 * self._prefill_tokens_s + 0.2 * rate
 
-    async def _stored(self, namespace: str, keys: list[str]) -> None:
-        """Wait until the directory has heard of all keys: KV is written in the background."""
-        deadline_s = time.monotonic() + _STORED_TIMEOUT_S
-        index = self.copy.index(namespace)
-        while not index.contains(keys).all():
+    async def _stored(self, namespace: str, keys: list[str], timeout_s: float) -> bool:
+        """Wait until the directory has heard of all keys: KV is written in the background. False if it has not."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.copy.index(namespace).contains(keys).all():
             if time.monotonic() > deadline_s:
-                return
+                return False
             await asyncio.sleep(0.02)
+        return True
 
     # look-up
 
@@ -155,10 +180,11 @@ class CacheService:
             computed_tokens=len(ids) - reusable, estimated_saving=saved / len(ids),
             estimated_saving_s=saved / self._prefill_tokens_s if self._prefill_tokens_s else None,
             spans=[_span(chunk) for chunk in chunks],
-            tokens=self.tokenizer.pieces(ids) if request.tokens else None)
+            tokens=await asyncio.to_thread(self.tokenizer.pieces, ids) if request.tokens else None)
 
     async def _prompt_ids(self, request: api.LookupRequest) -> list[int]:
         if request.token_ids is not None:
+            self._check_ids(request.token_ids, "token_ids")
             return request.token_ids
         payload = {"messages": request.messages} if request.messages is not None else {"prompt": request.prompt}
         ids = await self.tokenizer.prompt(payload | {"model": self.settings.service.model_id})
@@ -205,7 +231,8 @@ class CacheService:
         found = await self._ask(self._directory.chunk.remote(await self.namespace(salt), key))
         if found is None:
             raise not_found(f"chunk {key[:64]!r} is not stored", "key")
-        return api.ChunkDetail(**found, text="".join(self.tokenizer.pieces(found["token_ids"])))
+        pieces = await asyncio.to_thread(self.tokenizer.pieces, found["token_ids"])
+        return api.ChunkDetail(**found, text="".join(pieces))
 
     async def pin(self, request: api.PinRequest, salt: str) -> api.Affected:
         namespace, keys = await self._known_keys(request, salt)
@@ -227,6 +254,7 @@ class CacheService:
             if not total:
                 raise not_found(f"document {document[:64]!r} is not stored", "documents")
             keys += [chunk["key"] for chunk in page]
+        keys = list(dict.fromkeys(keys))
         for key, owners in zip(keys, await self._ask(self._directory.owners.remote(namespace, keys)), strict=True):
             if not owners:
                 raise not_found(f"chunk {key[:64]!r} is not stored", "keys")
@@ -246,10 +274,11 @@ class CacheService:
             if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "budget":
                 totals[name] = totals.get(name, 0) + value
 
-    async def statistics(self, salt: str) -> api.Statistics:
+    async def statistics(self, salt: str, key_salt: str) -> api.Statistics:
+        """Of the cache of `salt`, and of the requests of the key, which are counted under its own salt."""
         stats = await self._ask(self._directory.stats.remote(await self.namespace(salt)))
         own = {name: stats.pop(name) for name in ("chunks", "tokens", "bytes", "pinned")}
-        return api.Statistics(**own, requests=self._totals.get(salt, {"requests": 0}),
+        return api.Statistics(**own, requests=self._totals.get(key_salt, {"requests": 0}),
                               directory=stats | {"synchronised": self.copy.synchronised})
 
     async def exposition(self) -> tuple[bytes, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,7 +18,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import CompletionReq
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
 
 from actors.peer_store import start_source
-from actors.retrieval_pool import PoolSettings, start_pool
+from actors.retrieval_pool import PoolSettings, end_pools, own_namespace, start_pool
 from ucm_ray.serve.receipts import append_receipt, no_receipt, record_receipts
 
 _KEPT_RECEIPTS = 4096
@@ -26,9 +28,12 @@ class UcmLLMServer(LLMServer):
     """One engine. Everything here runs beside the engine's step, in the replica's own process."""
 
     async def start(self) -> None:
-        self._replica = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._replica = context.replica_id.unique_id
         self._name_engine()
-        await asyncio.to_thread(start_retrieval, self._llm_config.engine_kwargs)
+        config = self._llm_config
+        config.update_engine_kwargs(**await asyncio.to_thread(
+            start_retrieval, config.engine_kwargs, config.model_loading_config.model_source, context.app_name))
         await super().start()
         client = self.engine._engine_client
         if self.engine._oai_serving_tokenization is None:
@@ -119,14 +124,33 @@ class UcmLLMServer(LLMServer):
         return no_receipt(reason, prompt_tokens)
 
 
-def start_retrieval(engine_kwargs: dict[str, Any]) -> None:
-    """The cluster's retrieval shards, where `retrieval.backend` is `ray`: the engine's workers expect to find them."""
+def start_retrieval(engine_kwargs: dict[str, Any], model: Any, app: str) -> dict[str, Any]:
+    """The cluster's retrieval shards, where `retrieval.backend` is `ray`; returns the engine arguments that name them.
+
+    Pools that the application has left from another model or other settings end: shards keep the geometry of their
+    first write and would refuse this engine's blocks for ever.
+    """
     transfer = engine_kwargs.get("kv_transfer_config") or {}
-    retrieval = transfer.get("kv_connector_extra_config", {}).get("retrieval") or {}
+    extra = transfer.get("kv_connector_extra_config", {})
+    retrieval = extra.get("retrieval") or {}
     if retrieval.get("backend") != "ray":
-        return
+        return {}
+    esa = extra.get("ucm_sparse_config", {}).get("ESA", {})
+    geometry = {"model": _fingerprint(model), "representation": esa.get("representation"),
+                "dtype": esa.get("retrieval_dtype"), "tensor_parallel_size": engine_kwargs.get("tensor_parallel_size"),
+                "hf_overrides": engine_kwargs.get("hf_overrides")}
+    namespace = own_namespace(retrieval["namespace"], app, "engine", geometry, retrieval)
+    end_pools(retrieval["namespace"], app, "engine", keep=namespace)
     shards, most = retrieval["shards"], retrieval["max_shards"]
     start_pool(PoolSettings(
         shards=shards, min_shards=shards, max_shards=most, autoscale=most > shards,
         capacity_bytes=retrieval["capacity_bytes"], num_cpus=retrieval["num_cpus"], num_gpus=retrieval["num_gpus"],
-    ), namespace=retrieval["namespace"])
+    ), namespace=namespace)
+    named = {**extra, "retrieval": {**retrieval, "namespace": namespace}}
+    return {"kv_transfer_config": {**transfer, "kv_connector_extra_config": named}}
+
+
+def _fingerprint(model: Any) -> list[str]:
+    """A model's name and, of a folder, what decides its shape: another one may come to lie there."""
+    config = Path(str(model)) / "config.json"
+    return [str(model), hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""]

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse
 
 from ucm_ray.config import ConfigError, ServiceSettings, Settings, parse_controls
 from ucm_ray.serve.auth import OPEN_PATHS, ApiKeyMiddleware
+from ucm_ray.serve.body_limit import BodyLimitMiddleware
 from ucm_ray.serve.cache_service import CacheService
 from ucm_ray.serve.errors import add_error_handlers, bad_request
 from ucm_ray.serve.http_address import disagreement, http_address
@@ -107,10 +108,11 @@ class UcmIngress(UcmRoutes):
 
 
 def fastapi_app(service: ServiceSettings) -> FastAPI:
-    """The FastAPI application below the routes: errors, request ids, HTTP metrics, API keys (outermost last)."""
+    """The FastAPI application below the routes: errors, HTTP metrics, limits, API keys, ids (outermost last)."""
     app = FastAPI(title="ucm_ray", lifespan=metrics_lifespan)
     add_error_handlers(app)
     add_http_metrics_middleware(app)
+    app.add_middleware(BodyLimitMiddleware)
     app.add_middleware(ApiKeyMiddleware, api_keys=service.api_keys, open_paths=OPEN_PATHS | set(OPEN_ROUTES))
     app.add_middleware(SetRequestIdMiddleware)
     return app

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import asdict
 from typing import Any
 
+from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
 from actors.retrieval_documents import Refused, connect_documents
-from actors.retrieval_pool import PoolSettings
+from actors.retrieval_pool import PoolSettings, end_pools, own_namespace
 from ucm_ray.config import Settings
 from ucm_ray.retrieval.packed import Geometry
 from ucm_ray.serve import api
@@ -66,12 +68,20 @@ class RetrievalService:
         sizes = dict(re.findall(r"(\w+)=(\d+)", (await self._cache.engine())["namespace"]["kv_layout"]))
         geometry = Geometry(int(sizes["layers"]), int(sizes["kv_heads"]), int(sizes["head_dim"]),
                             self._settings.esa.representation, settings.dtype)
+        # the GPU, or the share of it that `num_gpus` asks for, is the engines' shards': there is no second one
         pool = PoolSettings(shards=settings.shards, min_shards=settings.shards, max_shards=settings.max_shards,
                             autoscale=settings.max_shards > settings.shards, capacity_bytes=settings.capacity_bytes,
-                            num_cpus=settings.num_cpus, num_gpus=settings.num_gpus)
+                            num_cpus=settings.num_cpus, device="cpu")
+        app = serve.get_replica_context().app_name
         # one pool a model: blocks of two models have nothing to say to each other
-        name = f"retrieval-{(await self._cache.namespace(''))[:12]}"
-        return await asyncio.to_thread(connect_documents, name, settings.namespace, geometry, pool)
+        namespace = own_namespace(settings.namespace, app, "http", await self._cache.namespace(""), geometry,
+                                  asdict(pool))
+
+        def connect() -> Any:
+            end_pools(settings.namespace, app, "http", keep=namespace)
+            return connect_documents("retrieval-http", namespace, geometry, pool)
+
+        return await asyncio.to_thread(connect)
 
 
 async def _awaited(reference: Any) -> Any:

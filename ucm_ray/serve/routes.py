@@ -111,7 +111,7 @@ class UcmRoutes(OpenAiIngress):
         return await self.cache.delete(body, caller_salt(request, body.cache_salt))
 
     async def clear_chunks(self, request: Request, cache_salt: Salt = None) -> api.Affected:
-        """Delete everything the caller has stored."""
+        """Delete everything the caller has stored under one `cache_salt`, or without one."""
         return await self.cache.clear(caller_salt(request, cache_salt))
 
     async def pin_chunks(self, body: api.PinRequest, request: Request) -> api.Affected:
@@ -152,9 +152,9 @@ class UcmRoutes(OpenAiIngress):
             raise not_found(f"no receipt of a request {request_id!r}; it may be running, or too long ago", "request_id")
         return {"request_id": request_id, "ucm": receipt}
 
-    async def statistics(self, request: Request) -> api.Statistics:
-        """Numbers of the caller's cache and requests."""
-        return await self.cache.statistics(caller_salt(request))
+    async def statistics(self, request: Request, cache_salt: Salt = None) -> api.Statistics:
+        """Numbers of the caller's cache, of the part of one `cache_salt` or without one, and of the key's requests."""
+        return await self.cache.statistics(caller_salt(request, cache_salt), caller_salt(request))
 
     async def metrics(self) -> Response:
         """Prometheus metrics of this ingress replica."""
@@ -233,8 +233,14 @@ class UcmRoutes(OpenAiIngress):
         """Put the prompt's ids into the request, so that no engine tokenises again; what the router is told of them."""
         if getattr(body, "echo", False) or getattr(body, "prompt_embeds", None) is not None:
             return None
-        ids = body.prompt if _is_ids(getattr(body, "prompt", None)) else await self.cache.tokenizer.prompt(
-            body.model_dump(exclude_unset=True, exclude={"kv_transfer_params"}))
+        if _is_ids(getattr(body, "prompt", None)):
+            ids = body.prompt
+            if min(ids) < 0 or max(ids) > api.MAX_INT32:
+                raise bad_request(f"prompt: found token ids {min(ids)} to {max(ids)}, expected ids of the model's "
+                                  "vocabulary", "prompt")
+        else:
+            ids = await self.cache.tokenizer.prompt(
+                body.model_dump(exclude_unset=True, exclude={"kv_transfer_params"}))
         if not ids:
             return None
         if hasattr(body, "messages"):

@@ -69,7 +69,7 @@ def run_service(args: Mapping[str, Any], address: str | None = None, verbose: bo
         pass  # Ctrl-C is how this ends
     finally:
         _say("stopping ...")
-        _stop(deployed, ready, own_ray=address is None)
+        _stop(settings, deployed, ready, own_ray=address is None)
 
 
 def check_address(address: str) -> None:
@@ -86,10 +86,10 @@ def check_address(address: str) -> None:
                          "--address or RAY_ADDRESS, or neither to start one") from None
 
 
-def _stop(deployed: bool, ready: bool, own_ray: bool) -> None:
+def _stop(settings: Settings, deployed: bool, ready: bool, own_ray: bool) -> None:
     """Let requests in flight finish, then end our application, our Ray and whatever of ours is still there.
 
-    On a Ray that others use, too, nothing but our application is ended.
+    On a Ray that others use, too, nothing but our application and its retrieval pools is ended.
     """
     import psutil
     import ray
@@ -101,12 +101,25 @@ def _stop(deployed: bool, ready: bool, own_ray: bool) -> None:
             serve.shutdown()
         elif not own_ray and deployed:
             serve.delete(_APP)
+            _end_pools(settings)
         ray.shutdown()
     # an engine whose replica was killed while loading would go on loading
     _, left = psutil.wait_procs(ours, timeout=_GRACE_S)
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _end_pools(settings: Settings) -> None:
+    """The actors of the retrieval pools are detached: they would outlive the application and keep their memory."""
+    if settings.retrieval.backend != "ray":
+        return
+    from actors.retrieval_pool import end_pools
+
+    try:
+        end_pools(settings.retrieval.namespace, _APP)
+    except Exception as error:  # the rest has to be ended all the same
+        _say(f"the retrieval pools could not be ended: {error}")
 
 
 def _connect(ray: Any, address: str | None, verbose: bool) -> None:
