@@ -40,9 +40,10 @@ class QuestionObserver:
         end = first + n
         kv_heads = self.paged.num_kv_heads
         blocks = torch.from_numpy(task.meta.block_ids[: -(-end // self.paged.block_size)].astype(np.int64))
-        keys = self.paged.key_blocks(layer, blocks.to(self.paged.device))[..., :end].float()
-        grouped = query.float().view(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-        logits = (grouped @ keys).mul_(self.scale).view(kv_heads, heads // kv_heads, n, end)
+        keys = self.paged.key_blocks(layer, blocks.to(self.paged.device))[..., :end]
+        grouped = query.view(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+        # in the model's precision, as its own kernels: a wider copy of all keys costs more than the product
+        logits = (grouped @ keys).float().mul_(self.scale).view(kv_heads, heads // kv_heads, n, end)
         future = torch.ones(n, n, dtype=torch.bool, device=logits.device).triu_(1)
         logits[..., first:].masked_fill_(future, float("-inf"))
         mass = logits.softmax(-1).sum((0, 1, 2))
