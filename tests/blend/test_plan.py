@@ -87,9 +87,9 @@ def test_a_plan_for_the_question_reaches_to_the_last_token_but_one():
     assert boundary.end == len(prompt) - 30 and not boundary.question_inside
 
 
-def test_a_long_question_is_its_last_256_tokens():
+def test_a_long_question_is_its_last_128_tokens():
     prompt, records = shuffled_prompt(question=400)
-    assert planned(prompt, records).question == (len(prompt) - 257, len(prompt) - 1)
+    assert planned(prompt, records).question == (len(prompt) - 129, len(prompt) - 1)
 
 
 def test_boundary_takes_over_when_the_question_comes_before_the_documents():

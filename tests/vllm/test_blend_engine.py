@@ -83,6 +83,52 @@ def test_a_recomputed_token_is_unaffected_by_kv_after_its_position(engine, docum
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
 
 
+def test_a_row_with_a_hole_is_what_the_model_computes_for_a_prompt_with_one(engine, documents, model_dir):
+    """Against transformers, with the same tokens left out and the same positions."""
+    from transformers import AutoModelForCausalLM
+
+    from ucm_ray.integration.vllm.virtual_sequences import Row
+
+    worker, blocks = engine.worker, np.arange(8, 16)
+    tokens = np.array(documents[0] + documents[1], np.int32)
+    slots = worker._paged.slots(torch.from_numpy(blocks), torch.arange(192))
+    last = len(worker._paged.names) - 1
+    for layer in range(last + 1):  # whoever looks into the hole sees this
+        junk = torch.full((64, worker._paged.num_kv_heads, worker._paged.head_dim), 50.0)
+        worker._paged.write(layer, slots[64:128], junk, junk)
+    worker._virtual.run([Row(0, 64, tokens, blocks)])
+    worker._virtual.run([Row(128, 150, tokens, blocks, hidden=(64, 128))])
+    key, value = worker._paged.read(last, slots[128:150])
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    positions = torch.cat([torch.arange(64), torch.arange(128, 150)])
+    with torch.inference_mode():
+        found = model(torch.from_numpy(tokens)[positions][None].long(), position_ids=positions[None], use_cache=True)
+    expected = found.past_key_values.layers[last]
+    assert torch.allclose(key, expected.keys[0, :, 64:].transpose(0, 1), atol=2e-3)
+    assert torch.allclose(value, expected.values[0, :, 64:].transpose(0, 1), atol=2e-3)
+
+
+def test_new_text_before_a_far_question_is_computed_once(fresh, documents, rag, monkeypatch):
+    new = documents[6] + documents[7] + documents[8]
+    prompt = rag([1, 0]) + new + fresh.tokens("\n\nQuestion: Which of these is the oldest?\nAnswer:")
+    full = fresh.plain(prompt, 16)
+    fresh.forget_prefixes()
+    fresh.ingest(documents[:2])
+    run, computed = fresh.worker._virtual.run, []
+
+    def counting_run(rows, *args):
+        computed.extend(position for row in rows for position in range(row.start, row.end))
+        return run(rows, *args)
+
+    monkeypatch.setattr(fresh.worker._virtual, "run", counting_run)
+    repaired = fresh.ask(prompt, 16, ucm={"budget": 1.0, "save": False})
+    assert text_ids(repaired) == text_ids(full)
+    assert receipt(repaired)["policy"] == "query"
+    # all of it, and before that the question and what lies between documents
+    assert len(computed) < len(prompt) + 128 + 2 * 32 + 60
+    assert len(set(computed)) > len(prompt) - 3
+
+
 # ---- invariants 3 and 4
 
 

@@ -113,8 +113,9 @@ def _asked(number: int, documents: Sequence[str], draw: random.Random) -> Sessio
     return Session([Step(_chat("".join(documents) + question))])
 
 
-def multi_turn_sessions(count: int, seed: int, turns: int = 6, kept: int = 3) -> list[Session]:
-    """Conversations whose oldest turn is dropped from the fourth on: nothing after the system prompt is a prefix."""
+def multi_turn_sessions(count: int, seed: int, turns: int = 10, kept: int = 3) -> list[Session]:
+    """Conversations that outgrow their window: from the fifth turn on the oldest is dropped, and nothing after the
+    system prompt is a prefix."""
     documents = documents_of(NUM_DOCUMENTS)
     draw = random.Random(f"bench serve multi turn {seed}")
     sessions = []

@@ -116,7 +116,7 @@ class PlannerSettings:
     budget: float = 0.10
     recompute_boundary: int = 2
     """Least first and last tokens of each run that `boundary` takes, when no budget was asked for."""
-    question_tokens: int = 256
+    question_tokens: int = 128
     min_question_tokens: int = 8
     """Fewer tokens after the last run are the chat template's tail, not a question."""
     min_run_tokens: int = 16

@@ -19,6 +19,7 @@ from ucm_ray.integration.vllm.paged_kv import PagedKV
 from ucm_ray.integration.vllm.virtual_sequences import Row
 from ucm_ray.store.base import StoredChunk
 
+MIN_HIDDEN_TOKENS = 64  # less is not worth it
 PLACING_COST = 1 / 16  # placing a token's KV costs about that part of computing the token
 
 
@@ -122,8 +123,7 @@ class BlendTask:
     def _begin_observing(self) -> None:
         plan = self.plan
         if self.policy.signal == "question_mass":
-            # gaps too: the question must not look at slots nobody has written
-            self._todo = self._rows(plan.must_compute)
+            self._todo = self._question_rows()
         elif self.policy.signal == "key_deviation":
             computed = np.zeros(plan.end - plan.start, bool)
             computed[plan.candidate_positions() - plan.start] = True
@@ -136,6 +136,20 @@ class BlendTask:
         self.phase = "observing"
         if not self._todo:
             self._begin_repairing()
+
+    def _question_rows(self) -> list[Row]:
+        """The question, and the gaps: it must not look at slots nobody has written. New text between the last run and a
+        question far behind it is left out, as a hole in the prompt: it is computed once, when all is repaired."""
+        plan, size = self.plan, self.paged.block_size
+        rows = self._rows(plan.must_compute)
+        tail = rows[-1] if rows else None
+        if plan.question is None or tail is None or not tail.start <= plan.question[0] < tail.end:
+            return rows
+        hidden = (-(-tail.start // size) * size, plan.question[0] // size * size)
+        if hidden[1] - hidden[0] < MIN_HIDDEN_TOKENS:
+            return rows
+        before = [tail._replace(end=hidden[0])] if tail.start < hidden[0] else []
+        return [*rows[:-1], *before, tail._replace(start=hidden[1], hidden=hidden)]
 
     def _begin_repairing(self) -> None:
         plan = self.plan

@@ -31,11 +31,11 @@ class QuestionObserver:
                 first = max(row.start, task.plan.question[0])
                 if first < row.end:
                     begin = offset + first - row.start
-                    self._observe(layer, query[begin : offset + length], first, task)
+                    self._observe(layer, query[begin : offset + length], first, row.hidden, task)
             offset += length
 
-    def _observe(self, layer: int, query: torch.Tensor, first: int, task) -> None:
-        """`query` `[n, num_heads, head_dim]` of positions `first ... first + n - 1`."""
+    def _observe(self, layer: int, query: torch.Tensor, first: int, hidden: tuple[int, int] | None, task) -> None:
+        """`query` `[n, num_heads, head_dim]` of positions `first ... first + n - 1`, which do not look at `hidden`."""
         n, heads, dim = query.shape
         end = first + n
         kv_heads = self.paged.num_kv_heads
@@ -46,6 +46,8 @@ class QuestionObserver:
         logits = (grouped @ keys).float().mul_(self.scale).view(kv_heads, heads // kv_heads, n, end)
         future = torch.ones(n, n, dtype=torch.bool, device=logits.device).triu_(1)
         logits[..., first:].masked_fill_(future, float("-inf"))
+        if hidden is not None:
+            logits[..., hidden[0] : hidden[1]] = float("-inf")
         mass = logits.softmax(-1).sum((0, 1, 2))
         start = task.plan.start
         task.mass[layer, : end - start] += mass[start:].cpu()

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from cachetools import LRUCache
 from vllm.config import VllmConfig
 
 from ucm_ray.blend.analyzer import ChunkAnalyzer
 from ucm_ray.blend.chunk import ChunkType
+from ucm_ray.blend.met_text import MetText
 from ucm_ray.blend.sink import sink_tokens
 from ucm_ray.config import BlendSettings
 from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
@@ -38,7 +38,6 @@ MAX_PENDING_INGESTS = 4
 INGEST_PATIENCE_S = 30.0  # blocks of a finished request are held at most that long for canonical ingest
 MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held
 MIN_INGEST_ROOM = 64
-MET_CHUNKS = 1 << 16  # keys of new text that are remembered, to know it again
 GAP_SINK_TOKENS = 400  # computed anew for each request whose gaps are stored, so the passage's end must do
 
 
@@ -65,7 +64,7 @@ class Saver:
                        "world_size": parallel.tensor_parallel_size}
         self._source_prefix = source_prefix(config.kv_transfer_config.engine_id)
         self._ingests: dict[str, _Ingest] = {}
-        self._met: LRUCache[str, bool] = LRUCache(MET_CHUNKS)
+        self.met = MetText()
         self._held: set[str] = set()  # finished requests whose blocks the workers still read
         self._pool: BlockPool | None = None
         self._sink: list[int] | None = None
@@ -160,7 +159,8 @@ class Saver:
     def _ingest(self, request: Request, state: RequestState, block_ids: np.ndarray, meta: BlendConnectorMeta) -> bool:
         """Text first seen in a blended request: computed anew behind the sink passage, in this request's own blocks.
 
-        Text that has been met before is urgent: it is computed beside other requests, the rest when there are none.
+        Where most new text comes again, as in conversations, and otherwise once it has, it is urgent: computed beside
+        other requests; the rest only when there are none.
         """
         texts = self._new_texts(request, state)
         if not texts or self._sink is None:
@@ -181,8 +181,7 @@ class Saver:
         if not chunks:
             return False
         keys = frozenset(chunk.key for _, chunk in chunks)
-        urgent = 2 * sum(key in self._met for key in keys) >= len(keys)
-        self._met.update(dict.fromkeys(keys, True))
+        urgent = self.met.meet(keys)
         if len(self._ingests) >= MAX_PENDING_INGESTS * (1 + urgent):
             return False
         tokens = tokens[: max(start + chunk.num_tokens for start, chunk in chunks)]
@@ -210,10 +209,6 @@ class Saver:
             if len(last) >= self._settings.blend_chunk_size:
                 texts.append(last)
         return texts
-
-    def forget(self) -> None:
-        """No text was met before."""
-        self._met.clear()
 
     # ---- while blocks are held
 

@@ -207,6 +207,7 @@ class SchedulerSide:
         if exact < plan.end:
             taint_from(request, exact, self._block_size)
         state.loading = True
+        self._saver.met.note_reused(chunk.source_block_id for chunk in plan.chunks)
         state.reused_until = plan.runs[-1].end
         state.gaps = [(start, end) for start, end in plan.must_compute
                       if end - start >= MIN_INGEST_TOKENS and end <= state.reused_until]
@@ -347,7 +348,7 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Forget every stored chunk (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
         self._meta.clear_store = True  # the workers' host memory, and what they have not written yet
-        self._saver.forget()
+        self._saver.met.clear()
         self._catalogue.clear(self._store.clear if self._store is not None else None)
         return True
 

@@ -2,7 +2,8 @@
 
 Each range (row) is given to the attention backend as a sequence of its own whose length ends with the range and whose
 block table is the request's. Every layer writes all rows' keys and values before it attends, so later ranges see the
-fresh KV of earlier ones and each row's causal mask is exact.
+fresh KV of earlier ones and each row's causal mask is exact. Blocks can be left out of a row's table: keys carry their
+positions, so the row is computed as if the prompt had a hole there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,19 @@ class Row(NamedTuple):
     token_ids: np.ndarray  # the request's, int32, at least up to `end`
     block_ids: np.ndarray  # the request's, int64, at least up to `end`
     owner: object = None  # whoever wants to recognise its rows again
+    hidden: tuple[int, int] | None = None  # whole blocks before `start` that the row does not look at
+
+    @property
+    def num_seen(self) -> int:
+        """Tokens that the row's last one looks at."""
+        return self.end - (self.hidden[1] - self.hidden[0] if self.hidden else 0)
+
+    def seen_blocks(self, block_size: int) -> np.ndarray:
+        """The blocks of these tokens, in order, and more behind them."""
+        if self.hidden is None:
+            return self.block_ids
+        first, last = self.hidden
+        return np.concatenate([self.block_ids[: first // block_size], self.block_ids[last // block_size :]])
 
 
 Observe = Callable[[int, torch.Tensor, Sequence[Row]], None]
@@ -76,15 +90,15 @@ class VirtualSequences:
             for row in rows for at in (np.arange(row.start, row.end),)
         ])
         lengths = np.fromiter((row.end - row.start for row in rows), np.int32, len(rows))
-        ends = np.fromiter((row.end for row in rows), np.int32, len(rows))
-        width = -(-int(ends.max()) // block_size)
+        seen = np.fromiter((row.num_seen for row in rows), np.int32, len(rows))
+        width = -(-int(seen.max()) // block_size)
         table = np.zeros((len(rows), width), np.int32)
         for index, row in enumerate(rows):
-            used = row.block_ids[: width]
+            used = row.seen_blocks(block_size)[:width]
             table[index, : len(used)] = used
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
         slot_mapping = torch.from_numpy(slots).to(device)
-        seq_lens = torch.from_numpy(ends)
+        seq_lens = torch.from_numpy(seen)
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
@@ -93,7 +107,7 @@ class VirtualSequences:
             num_reqs=len(rows),
             num_actual_tokens=len(positions),
             max_query_len=int(lengths.max()),
-            max_seq_len=int(ends.max()),
+            max_seq_len=int(seen.max()),
             block_table_tensor=torch.from_numpy(table).to(device),
             slot_mapping=slot_mapping,
             causal=True,
