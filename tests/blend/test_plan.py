@@ -182,7 +182,7 @@ def test_key_deviation_takes_the_highest_scores():
 
 def test_too_little_reuse_is_declined():
     plan = Planner().plan(words(0, 100), [Chunk(0, 20, ChunkType.FULL_MATCH, "a", 7, 0, "s")], 0)
-    assert isinstance(plan, Decline) and "20 reusable tokens" in plan.reason
+    assert isinstance(plan, Decline) and "too few reusable tokens: 20" in plan.reason
     assert isinstance(Planner().plan(words(0, 100), [Chunk(0, 100, ChunkType.NO_MATCH)], 0), Decline)
     assert isinstance(Planner().plan([], [], 0), Decline)
 

@@ -113,14 +113,14 @@ def _asked(number: int, documents: Sequence[str], draw: random.Random) -> Sessio
     return Session([Step(_chat("".join(documents) + question))])
 
 
-def multi_turn_sessions(count: int, seed: int, turns: int = 10, kept: int = 3) -> list[Session]:
-    """Conversations that outgrow their window: from the fifth turn on the oldest is dropped, and nothing after the
-    system prompt is a prefix."""
+def multi_turn_sessions(count: int, seed: int, turns: int = 16, kept: int = 8) -> list[Session]:
+    """Conversations that outgrow their window, eight turns of 310 tokens: from the tenth on the oldest is dropped and
+    nothing after the system prompt is a prefix."""
     documents = documents_of(NUM_DOCUMENTS)
     draw = random.Random(f"bench serve multi turn {seed}")
     sessions = []
     for _ in range(max(1, count // turns)):
-        told = [draw.choice(documents) + draw.choice(documents) + f"Sum this up, part {turn}." for turn in range(turns)]
+        told = [draw.choice(documents) + f"Sum this up, part {turn}." for turn in range(turns)]
         replies = [draw.choice(documents)[:200] for _ in range(turns)]
         steps = []
         for turn in range(turns):

@@ -171,7 +171,7 @@ class Planner:
             matched, runs, question, name, reason = self._find_question(matched, runs, start, last, name)
         reused = sum(run.num_tokens for run in runs) - sum(len(chunk.mismatched) for chunk in matched)
         if reused < settings.min_reused_tokens:
-            return Decline(f"only {reused} reusable tokens, at least {settings.min_reused_tokens} needed")
+            return Decline(f"too few reusable tokens: {reused}, at least {settings.min_reused_tokens} needed")
         inexact = any(not run.exact for run in runs)
         looks_at_question = get_policy(name).signal == "question_mass" and inexact
         end = last if looks_at_question else runs[-1].end
