@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -417,6 +418,18 @@ def test_slices_give_what_one_piece_gives(fresh, documents, rag, monkeypatch):
     sliced = fresh.ask(prompt, ucm={"policy": "query"}, logprobs=1)
     assert text_ids(sliced) == text_ids(whole)
     assert torch.allclose(logprobs_of(sliced), logprobs_of(whole), atol=1e-3)
+
+
+def test_the_loading_time_is_reading_and_placing_without_the_steps_in_between(fresh, documents, rag, monkeypatch):
+    fresh.ingest(documents[:3])
+    accept = fresh.worker._accept_read_plans
+
+    def late(*args) -> None:
+        time.sleep(0.4)
+        accept(*args)
+
+    monkeypatch.setattr(fresh.worker, "_accept_read_plans", late)
+    assert 0 < receipt(fresh.ask(rag([2, 0, 1]), 1))["load_ms"] < 400
 
 
 def test_a_decoding_request_never_waits_for_more_than_a_slice(fresh, documents, rag, monkeypatch):

@@ -106,6 +106,8 @@ class Decline:
     """Why a request is not blended."""
 
     reason: str
+    by_cost: bool = False
+    """Computing was found to be cheaper."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class Planner:
         if self.cost_model is not None:
             declined = self.cost_model.decline_reason(plan, len(token_ids))
             if declined:
-                return Decline(declined)
+                return Decline(declined, by_cost=True)
         return plan
 
     def _exact_spans(self, token_ids: np.ndarray, chunks: list[Chunk], namespace_hex: str) -> list[tuple[int, int]]:

@@ -76,6 +76,7 @@ class RequestState:
     chunks: list[Chunk] | None = None
     plan: Plan | None = None  # of the latest admission
     loading: bool = False
+    declined_by_cost: bool = False
     failed: str = ""  # why blending this request broke down
     gaps: list[tuple[int, int]] = field(default_factory=list)  # new text between what the accepted plan reuses
     reused_until: int | None = None  # where the last reused text of the accepted plan ends
@@ -156,6 +157,9 @@ class SchedulerSide:
         state.receipt.prefix_tokens = num_computed_tokens
         if isinstance(plan, Decline):
             state.plan = None
+            if plan.by_cost and not state.declined_by_cost:  # a waiting request is matched again in every step
+                state.declined_by_cost = True
+                self.cost_model.forget()
             if state.reused_until is None:
                 state.receipt.reason = plan.reason
             return 0, False
