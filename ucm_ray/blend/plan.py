@@ -117,7 +117,7 @@ class PlannerSettings:
     policy: str = "query"
     budget: float = 0.10
     recompute_boundary: int = 2
-    """Least first and last tokens of each run that `boundary` takes, when no budget was asked for."""
+    """Least first and last tokens of each run that `boundary` takes, when it was chosen and no budget asked for."""
     question_tokens: int = 256
     min_question_tokens: int = 8
     """Fewer tokens after the last run are the chat template's tail, not a question."""
@@ -177,7 +177,7 @@ class Planner:
         inexact = any(not run.exact for run in runs)
         looks_at_question = get_policy(name).signal == "question_mass" and inexact
         end = last if looks_at_question else runs[-1].end
-        planned_budget = self._budget(name, budget, policy, runs)
+        planned_budget = self._budget(name, budget, policy or settings.policy, runs)
         plan = Plan(start, end, tuple(matched), tuple(runs), _gaps(start, end, runs, matched), question, name,
                     planned_budget, reused, reason)
         if self.cost_model is not None:
@@ -245,7 +245,7 @@ class Planner:
             return kept, shorter, question, name, "the question was reusable and is computed"
         return matched, runs, None, "boundary", "no question after the last run: boundary"
 
-    def _budget(self, name: str, budget: float | None, asked_policy: str | None, runs: list[Run]) -> float:
+    def _budget(self, name: str, budget: float | None, asked_policy: str, runs: list[Run]) -> float:
         if budget is not None:
             _check_budget(budget)
         if name == "none":
