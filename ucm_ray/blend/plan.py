@@ -89,11 +89,6 @@ class Plan:
     def question_inside(self) -> bool:
         return self.question is not None and self.question[0] < self.end
 
-    def deltas(self) -> np.ndarray:
-        """int64 [reused]: position minus source position of each reused token."""
-        _, run_index, _ = self._reused
-        return np.array([run.delta for run in self.runs], np.int64)[run_index]
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_reused"}
 

@@ -18,7 +18,7 @@ from ucm_ray.blend.cost_model import CostModel
 from ucm_ray.blend.plan import Decline, Plan, Planner
 from ucm_ray.blend.policies import get_policy
 from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
-from ucm_ray.integration.vllm.controls import Controls, parse_ucm_params
+from ucm_ray.integration.vllm.controls import SWITCHED_OFF, Controls, parse_ucm_params
 from ucm_ray.integration.vllm.meta import (
     BlendConnectorMeta,
     BlendReport,
@@ -184,7 +184,7 @@ class SchedulerSide:
         if controls.error or state.failed:
             return Decline(controls.error or state.failed)
         if controls.blend is False or controls.ingest_from is not None:
-            return Decline("switched off by the request")
+            return Decline(SWITCHED_OFF)
         reason = unsupported_request(request)
         if reason:
             return Decline(reason)
