@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
 from ucm_ray.integration.vllm.blend_task import BlendTask, Loaded
+from ucm_ray.integration.vllm.esa_meta import EsaReport
 from ucm_ray.integration.vllm.meta import BlendConnectorMeta, IngestJob, SaveJob, WorkerReport
 from ucm_ray.integration.vllm.observer import QuestionObserver
 from ucm_ray.integration.vllm.paged_kv import paged_kv_for
@@ -97,8 +98,9 @@ class WorkerSide:
         try:
             self.esa = EsaRuntime(self._config, self._settings.esa.model_dump(), kv_caches,
                                   retrieval=self._settings.retrieval.model_dump())
-        except Exception:
+        except Exception as error:
             logger.exception("ESA is off: this engine cannot be used for it")
+            self._report.esa = EsaReport(disabled=f"{type(error).__name__}: {error}")
 
     # ---- one step
 
