@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.vllm.helpers import receipt, shuffled, text_ids
+from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
 
 pytestmark = pytest.mark.engine
 
@@ -198,6 +199,37 @@ def test_two_cache_salts_never_share(fresh, documents, rag):
     for salt in ("bob", None):
         other = receipt(fresh.ask(prompt, 1, salt=salt, ucm={"save": False}))
         assert other["reused_tokens"] == 0 and other["reason"]
+
+
+def test_after_a_restart_a_salts_first_request_finds_its_chunks_and_stops_nobody(fresh, documents, rag, monkeypatch):
+    """The list of stored chunks is read meanwhile: the request waits for it, a decoding one goes on."""
+    fresh.ingest(documents[:3], cache_salt="carol")
+    side, engine = fresh.scheduler_side, fresh.llm.llm_engine
+    restarted = ChunkCatalogue(side._store.posix, 0.2)
+    read = restarted._read
+
+    def slowly(*args) -> None:
+        time.sleep(0.15)
+        read(*args)
+
+    monkeypatch.setattr(restarted, "_read", slowly)
+    monkeypatch.setattr(side, "_catalogue", restarted)
+    asked, match = [], side.match
+    monkeypatch.setattr(side, "match", lambda *args: asked.append(match(*args)) or asked[-1])
+    engine.add_request("decoding", {"prompt_token_ids": fresh.tokens("Once upon a time")},
+                       fresh.sampling(200, {"blend": False, "save": False}))
+    engine.step()
+    asked.clear()
+    engine.add_request("carol", {"prompt_token_ids": rag([1, 2, 0]), "cache_salt": "carol"},
+                       fresh.sampling(1, {"save": False}))
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished.update((output.request_id, output) for output in engine.step() if output.finished)
+    fresh.settle()
+    restarted.close()
+    assert (None, False) in asked, "the list was read before the request came"
+    assert receipt(finished["carol"])["reused_tokens"] > 200
+    assert len(text_ids(finished["decoding"])) == 200
 
 
 # ---- new text, novel orders, several requests

@@ -17,7 +17,7 @@ from ucm_ray.blend.chunk import Chunk, ChunkType
 from ucm_ray.blend.cost_model import CostModel
 from ucm_ray.blend.plan import Decline, Plan, Planner
 from ucm_ray.blend.policies import get_policy
-from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
+from ucm_ray.integration.vllm.catalogue import FIRST_READ_S, ChunkCatalogue
 from ucm_ray.integration.vllm.controls import SWITCHED_OFF, Controls, parse_ucm_params
 from ucm_ray.integration.vllm.meta import (
     BlendConnectorMeta,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ucm_ray.blend")
 
-FIRST_READ_WAIT_S = 0.25  # a namespace's first request waits that long for its list of stored chunks
 MIN_INGEST_TOKENS = 32
 FINISHED_NORMALLY = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -73,6 +72,7 @@ class RequestState:
     namespace: Namespace
     receipt: Receipt
     token_ids: np.ndarray  # int32 [num_prompt_tokens]
+    since_s: float = field(default_factory=time.monotonic)
     chunks: list[Chunk] | None = None
     plan: Plan | None = None  # of the latest admission
     loading: bool = False
@@ -148,12 +148,15 @@ class SchedulerSide:
 
     # ---- matching
 
-    def match(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens beyond `num_computed_tokens` that a plan will fill, asynchronously; (0, False) to decline."""
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond `num_computed_tokens` that a plan will fill, asynchronously; (0, False) to decline, (None,
+        False) to be asked again in the next step."""
         state = self._state(request)
         if self.esa is not None:
             self.esa.on_request(request, state.controls)
         plan = self._plan(request, state, num_computed_tokens)
+        if plan is None:
+            return None, False
         state.receipt.prefix_tokens = num_computed_tokens
         if isinstance(plan, Decline):
             state.plan = None
@@ -177,7 +180,9 @@ class SchedulerSide:
             self._states[request.request_id] = state
         return state
 
-    def _plan(self, request: Request, state: RequestState, num_computed_tokens: int) -> Plan | Decline:
+    def _plan(self, request: Request, state: RequestState, num_computed_tokens: int
+              ) -> Plan | Decline | None:
+        """None: the list of stored chunks is being read."""
         controls = state.controls
         if self._disabled:
             return Decline(self._disabled)
@@ -194,9 +199,11 @@ class SchedulerSide:
         if num_computed_tokens >= len(state.token_ids) - 1:
             return Decline("vLLM's own prefix cache holds the whole prompt")
         if state.chunks is None:
+            # the request's own limit: with very many namespaces their readings never end
+            if time.monotonic() - state.since_s < FIRST_READ_S and not self._catalogue.is_ready(state.namespace.hex):
+                return None
             begun = time.perf_counter()
-            index = self._catalogue.index(state.namespace.hex, FIRST_READ_WAIT_S)
-            state.chunks = self._analyzer.analyze(state.token_ids, index)
+            state.chunks = self._analyzer.analyze(state.token_ids, self._catalogue.index(state.namespace.hex))
             self._count("analysis_s", time.perf_counter() - begun)
         return self._planner.plan(state.token_ids, state.chunks, num_computed_tokens, controls.policy, controls.budget,
                                   state.namespace.hex)
