@@ -217,7 +217,7 @@ def test_after_a_restart_a_salts_first_request_finds_its_chunks_and_stops_nobody
     asked, match = [], side.match
     monkeypatch.setattr(side, "match", lambda *args: asked.append(match(*args)) or asked[-1])
     engine.add_request("decoding", {"prompt_token_ids": fresh.tokens("Once upon a time")},
-                       fresh.sampling(200, {"blend": False, "save": False}))
+                       fresh.sampling(60, {"blend": False, "save": False}))
     engine.step()
     asked.clear()
     engine.add_request("carol", {"prompt_token_ids": rag([1, 2, 0]), "cache_salt": "carol"},
@@ -229,7 +229,7 @@ def test_after_a_restart_a_salts_first_request_finds_its_chunks_and_stops_nobody
     restarted.close()
     assert (None, False) in asked, "the list was read before the request came"
     assert receipt(finished["carol"])["reused_tokens"] > 200
-    assert len(text_ids(finished["decoding"])) == 200
+    assert len(text_ids(finished["decoding"])) == 60
 
 
 # ---- new text, novel orders, several requests
