@@ -66,6 +66,12 @@ def _known_representation(name: str) -> str:
     return name
 
 
+def _rotated(value: bool) -> bool:
+    if not value:
+        raise ValueError("expected true: stored KV is always rotated to the position it is used at")
+    return value
+
+
 Policy = Annotated[str, AfterValidator(_known_policy)]
 Representation = Annotated[str, AfterValidator(_known_representation)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
@@ -135,7 +141,7 @@ class BlendSettings(_Section):
     blend_chunk_size: int = Field(default=64, ge=8, le=4096)
     min_match_ratio: float = Field(default=0.8, gt=0.0, le=1.0)
     anchor_tokens: int = Field(default=16, ge=4, le=256)
-    position_correction: bool = True
+    position_correction: Annotated[bool, AfterValidator(_rotated)] = True
     recompute_boundary: int = Field(default=2, ge=0)
     blend_tokens_per_step: int = Field(default=512, ge=1, description="work of a plan per engine step")
     save: bool = Field(default=True, description="save exactly computed new chunks")

@@ -160,6 +160,16 @@ def test_the_boundary_grows_from_both_ends_of_each_run():
     assert positions_to_ranges(get_policy("boundary").select(odd))[0] == (10, 12)
 
 
+def test_the_least_boundary_holds_for_the_deployments_policy_and_for_the_requests():
+    prompt, records = shuffled_prompt()
+    chunks = ChunkAnalyzer().analyze(prompt, records)
+    planner = Planner({"policy": "boundary", "budget": 0.0, "recompute_boundary": 3}, namespace_hex=NAMESPACE)
+    for policy in (None, "boundary"):
+        plan = planner.plan(prompt, chunks, 0, policy)
+        assert plan.budget * plan.num_candidates == pytest.approx(3 * 2 * len(plan.runs))
+    assert Planner({"budget": 0.0}).plan(prompt, chunks, 0).budget == 0.0
+
+
 def test_the_question_policy_takes_the_first_two_tokens_of_runs_and_the_highest_scores():
     prompt, records = shuffled_prompt()
     plan = planned(prompt, records, budget=10 / 600)

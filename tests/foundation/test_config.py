@@ -53,6 +53,8 @@ BROKEN = {
     "key outside its section": ("sparse_ratio: 0.2", ["sparse_ratio", "0.2", "section 'esa'"]),
     "unlike any key": ("service: {qqq: 1}", ["service.qqq", "known keys", "model_id", "port"]),
     "value out of range": ("blend: {budget: 2}", ["blend.budget", "found 2", "less than or equal to 1"]),
+    "KV that is not rotated": ("kv_connector_extra_config: {position_correction: false}",
+                               ["blend.position_correction", "found False", "expected true", "always rotated"]),
     "wrong type": ("engine: {max_num_seqs: many}", ["engine.max_num_seqs", "'many'", "valid integer"]),
     "negative delay": ("service: {downscale_delay_s: -1}", ["service.downscale_delay_s", "found -1", "greater than"]),
     "number in quotes": ("service: {port: '80'}", ["service.port", "'80'", "valid integer"]),

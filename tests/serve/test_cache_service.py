@@ -8,6 +8,7 @@ import pytest
 
 from actors.chunk_directory import ChunkTable, DirectoryRecord
 from ucm_ray.config import parse_settings
+from ucm_ray.integration.vllm.controls import SWITCHED_OFF
 from ucm_ray.keys import Namespace, chunk_key
 from ucm_ray.serve import api
 from ucm_ray.serve.cache_service import CacheService
@@ -19,7 +20,7 @@ VOCABULARY = 1000
 SINK = [1, 2, 3]
 ENGINE = {"namespace": Namespace("m", "r", "bfloat16", "{}", "layers=1,kv_heads=1,head_dim=8", 1).to_dict(),
           "max_model_len": 256, "token_bytes": 32}
-GOOD = {"blend": {"reason": "switched off by the request"}}
+GOOD = {"blend": {"reason": SWITCHED_OFF}}
 
 
 class Tokenizer:

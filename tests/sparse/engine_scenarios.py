@@ -170,6 +170,17 @@ def main(model: str, store: str, documents: str, answer: str) -> None:
     from ucm_ray.integration.vllm import esa_backend
 
     found["disabled"] = getattr(esa_backend.RUNTIME, "disabled", "no runtime")
+
+    def broken(*_args):
+        raise RuntimeError("broken on purpose")
+
+    esa_backend.RUNTIME.esa.finish_step = broken
+    engine.reset()
+    found["broken"] = engine.run([prompts[0], prompts[0][:270]], 40, esa)
+    told = engine.run([prompts[1]], 40, esa)
+    found["after_broken"] = told
+    found["after_broken_dense"] = engine.run([prompts[1] + told[0]["tokens"] + ids[2000:2040]], 4, PLAIN)
+    found["left_over_broken"] = [len(runtime._tracked), len(runtime._known), len(runtime._reasons)]
     Path(answer).write_text(json.dumps(found))
 
 

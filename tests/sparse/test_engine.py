@@ -92,3 +92,12 @@ def test_an_aborted_request_leaves_nothing_behind(found):
 
 def test_no_error_switched_esa_off(found):
     assert found["disabled"] == ""
+
+
+def test_a_broken_worker_is_told_to_the_scheduler_which_then_treats_requests_as_dense(found):
+    """No more taints: the answer's blocks are vLLM's own to reuse."""
+    for result in (*found["broken"], *found["after_broken"]):
+        assert "broken on purpose" in result["receipt"]["reason"] and len(result["tokens"]) == 40
+    assert found["after_broken"][0]["tokens"] == found["dense"][1]["tokens"][:40]
+    assert found["after_broken_dense"][0]["cached"] == (323 + 40 - 1) // 32 * 32
+    assert found["left_over_broken"] == [0, 0, 0]

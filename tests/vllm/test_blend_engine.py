@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from tests.vllm.helpers import receipt, shuffled, text_ids
+from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
 
 pytestmark = pytest.mark.engine
 
@@ -245,6 +247,37 @@ def test_two_cache_salts_never_share(fresh, documents, rag):
         assert other["reused_tokens"] == 0 and other["reason"]
 
 
+def test_after_a_restart_a_salts_first_request_finds_its_chunks_and_stops_nobody(fresh, documents, rag, monkeypatch):
+    """The list of stored chunks is read meanwhile: the request waits for it, a decoding one goes on."""
+    fresh.ingest(documents[:3], cache_salt="carol")
+    side, engine = fresh.scheduler_side, fresh.llm.llm_engine
+    restarted = ChunkCatalogue(side._store.posix, 0.2)
+    read = restarted._read
+
+    def slowly(*args) -> None:
+        time.sleep(0.15)
+        read(*args)
+
+    monkeypatch.setattr(restarted, "_read", slowly)
+    monkeypatch.setattr(side, "_catalogue", restarted)
+    asked, match = [], side.match
+    monkeypatch.setattr(side, "match", lambda *args: asked.append(match(*args)) or asked[-1])
+    engine.add_request("decoding", {"prompt_token_ids": fresh.tokens("Once upon a time")},
+                       fresh.sampling(60, {"blend": False, "save": False}))
+    engine.step()
+    asked.clear()
+    engine.add_request("carol", {"prompt_token_ids": rag([1, 2, 0]), "cache_salt": "carol"},
+                       fresh.sampling(1, {"save": False}))
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished.update((output.request_id, output) for output in engine.step() if output.finished)
+    fresh.settle()
+    restarted.close()
+    assert (None, False) in asked, "the list was read before the request came"
+    assert receipt(finished["carol"])["reused_tokens"] > 200
+    assert len(text_ids(finished["decoding"])) == 60
+
+
 # ---- new text, novel orders, several requests
 
 
@@ -463,6 +496,18 @@ def test_slices_give_what_one_piece_gives(fresh, documents, rag, monkeypatch):
     sliced = fresh.ask(prompt, ucm={"policy": "query"}, logprobs=1)
     assert text_ids(sliced) == text_ids(whole)
     assert torch.allclose(logprobs_of(sliced), logprobs_of(whole), atol=1e-3)
+
+
+def test_the_loading_time_is_reading_and_placing_without_the_steps_in_between(fresh, documents, rag, monkeypatch):
+    fresh.ingest(documents[:3])
+    accept = fresh.worker._accept_read_plans
+
+    def late(*args) -> None:
+        time.sleep(0.4)
+        accept(*args)
+
+    monkeypatch.setattr(fresh.worker, "_accept_read_plans", late)
+    assert 0 < receipt(fresh.ask(rag([2, 0, 1]), 1))["load_ms"] < 400
 
 
 def test_a_decoding_request_never_waits_for_more_than_a_slice(fresh, documents, rag, monkeypatch):

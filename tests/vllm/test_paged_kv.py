@@ -54,7 +54,7 @@ def check(paged) -> None:
 
 
 def test_cpu_cache_reads_back_what_vllm_wrote(cpu):
-    assert cpu.is_transposed
+    assert cpu._transposed_keys
     check(cpu)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ucm_ray.blend.plan import Plan
 from ucm_ray.blend.policies import get_policy
@@ -23,12 +23,17 @@ class Costs:
     """per plan"""
 
 
+_LARGEST_STEP = 4.0  # an observation counts at most as that many times the estimate, or as that part of it
+_MIN_COMPUTED_TOKENS = 32  # a pass of fewer takes as long as one of so many: it tells nothing of a token's price
+
+
 class CostModel:
     """Compares, for the span of a plan, computing all of it with what the plan does.
 
     Both compute the gaps, so gaps do not decide, but what is reused must pay for its own loading, for the tokens
-    recomputed in it and for the question's second pass. Costs start as ratios and are corrected by what finished plans
-    took. Each refusal moves them a little back, so that a disturbed measurement cannot turn blending off for good.
+    recomputed in it and for the question's second pass. The cost of loading starts as a ratio to computing and is
+    corrected by what finished plans took, in bounded steps. Each refused request moves it a little back, so that
+    disturbed measurements cannot turn blending off for good. The other costs stay as they are.
     """
 
     def __init__(self, costs: Costs | None = None, memory: float = 0.8, min_saving: float = 0.05):
@@ -36,15 +41,12 @@ class CostModel:
         self._prior = costs or Costs()
         self._memory, self._min_saving = memory, min_saving
         self._lock = threading.Lock()
-        self._load_ratio = self._prior.load / self._prior.prefill
-        self._scattered_ratio = self._prior.scattered / self._prior.prefill
-        self._prefill_ms: float | None = None
+        self._load = self._prior.load
 
     @property
     def costs(self) -> Costs:
         """The present estimate, in units of the prior's `prefill`."""
-        unit = self._prior.prefill
-        return Costs(unit, self._scattered_ratio * unit, self._load_ratio * unit, self._prior.plan)
+        return replace(self._prior, load=self._load)
 
     def computing(self, plan: Plan) -> float:
         """Cost of prefilling the span."""
@@ -69,42 +71,24 @@ class CostModel:
         computing, blending = self.computing(plan), self.blending(plan)
         if blending <= computing * (1 - self._min_saving):
             return ""
-        self._forget()
         return (f"computing is cheaper: {plan.reused_tokens} of {num_prompt_tokens} tokens reusable, "
                 f"blending would cost {blending / computing:.2f} of a prefill")
-
-    def observe_prefill(self, num_tokens: int, milliseconds: float) -> None:
-        """A plain prefill took so long. Until one was seen, only the two ratios to each other are known."""
-        if num_tokens > 0 and milliseconds > 0:
-            with self._lock:
-                per_token = milliseconds / num_tokens
-                past = self._prefill_ms if self._prefill_ms is not None else per_token
-                self._prefill_ms = self._memory * past + (1 - self._memory) * per_token
 
     def observe(self, plan: Plan, load_ms: float, recompute_ms: float) -> None:
         """A plan was carried out: reading and placing took `load_ms`, all passes of the model `recompute_ms`."""
         scattered = int(plan.budget * plan.num_candidates)
-        passes = 2 if plan.num_candidates and plan.question_inside else 1
-        computed = passes * plan.missed_tokens + scattered
+        missed = plan.missed_tokens * (2 if plan.num_candidates and plan.question_inside else 1)
+        if missed + scattered < _MIN_COMPUTED_TOKENS or not plan.reused_tokens or min(load_ms, recompute_ms) <= 0:
+            return
+        prior = self._prior
+        # gaps are computed in one piece, the rest scattered: one time for both, split by the known ratio
+        unit_ms = recompute_ms / (missed * prior.prefill + scattered * prior.scattered)
+        seen = load_ms / plan.reused_tokens / unit_ms
         with self._lock:
-            prefill = self._prefill_ms
-            if prefill is None:
-                if computed == 0 or recompute_ms <= 0:
-                    return
-                # Gaps are computed in one piece, the rest scattered: one time for both, split by the known ratio.
-                prefill = recompute_ms / (passes * plan.missed_tokens + scattered * self._scattered_ratio)
-            if prefill <= 0:
-                return
-            if plan.reused_tokens and load_ms > 0:
-                self._load_ratio = self._blend(self._load_ratio, load_ms / plan.reused_tokens / prefill)
-            if scattered and self._prefill_ms is not None:
-                rest = recompute_ms - passes * plan.missed_tokens * prefill
-                self._scattered_ratio = self._blend(self._scattered_ratio, max(rest / scattered / prefill, 0.5))
+            seen = min(max(seen, self._load / _LARGEST_STEP), self._load * _LARGEST_STEP)
+            self._load = self._memory * self._load + (1 - self._memory) * seen
 
-    def _blend(self, past: float, seen: float) -> float:
-        return self._memory * past + (1 - self._memory) * seen
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """A request was refused: trust the measurements a little less."""
         with self._lock:
-            self._load_ratio += 0.05 * (self._prior.load / self._prior.prefill - self._load_ratio)
-            self._scattered_ratio += 0.05 * (self._prior.scattered / self._prior.prefill - self._scattered_ratio)
+            self._load += 0.05 * (self._prior.load - self._load)

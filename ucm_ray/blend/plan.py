@@ -89,11 +89,6 @@ class Plan:
     def question_inside(self) -> bool:
         return self.question is not None and self.question[0] < self.end
 
-    def deltas(self) -> np.ndarray:
-        """int64 [reused]: position minus source position of each reused token."""
-        _, run_index, _ = self._reused
-        return np.array([run.delta for run in self.runs], np.int64)[run_index]
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_reused"}
 
@@ -106,6 +101,8 @@ class Decline:
     """Why a request is not blended."""
 
     reason: str
+    by_cost: bool = False
+    """Computing was found to be cheaper."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class PlannerSettings:
     policy: str = "query"
     budget: float = 0.10
     recompute_boundary: int = 2
-    """Least first and last tokens of each run that `boundary` takes, when no budget was asked for."""
+    """Least first and last tokens of each run that `boundary` takes, when it was chosen and no budget asked for."""
     question_tokens: int = 128
     min_question_tokens: int = 8
     """Fewer tokens after the last run are the chat template's tail, not a question."""
@@ -175,13 +172,13 @@ class Planner:
         inexact = any(not run.exact for run in runs)
         looks_at_question = get_policy(name).signal == "question_mass" and inexact
         end = last if looks_at_question else runs[-1].end
-        planned_budget = self._budget(name, budget, policy, runs)
+        planned_budget = self._budget(name, budget, policy or settings.policy, runs)
         plan = Plan(start, end, tuple(matched), tuple(runs), _gaps(start, end, runs, matched), question, name,
                     planned_budget, reused, reason)
         if self.cost_model is not None:
             declined = self.cost_model.decline_reason(plan, len(token_ids))
             if declined:
-                return Decline(declined)
+                return Decline(declined, by_cost=True)
         return plan
 
     def _exact_spans(self, token_ids: np.ndarray, chunks: list[Chunk], namespace_hex: str) -> list[tuple[int, int]]:
@@ -243,7 +240,7 @@ class Planner:
             return kept, shorter, question, name, "the question was reusable and is computed"
         return matched, runs, None, "boundary", "no question after the last run: boundary"
 
-    def _budget(self, name: str, budget: float | None, asked_policy: str | None, runs: list[Run]) -> float:
+    def _budget(self, name: str, budget: float | None, asked_policy: str, runs: list[Run]) -> float:
         if budget is not None:
             _check_budget(budget)
         if name == "none":

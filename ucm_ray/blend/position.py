@@ -85,20 +85,6 @@ class PositionCorrector:
         cos, sin = self.tables(source_positions, target_positions, keys.device)
         return self.apply(result, cos, sin)
 
-    def rotate_by(self, keys: torch.Tensor, delta: int, in_place: bool = False) -> torch.Tensor:
-        """Keys `[.., head_dim]` moved by one distance: the fast path for a run, with one angle for all of its tokens.
-
-        At a distance of 32,768 from position 0 its angles differ from vLLM's by up to 1e-3 (rounding of float32
-        positions times frequency); `rotate` follows vLLM there.
-        """
-        self._check(keys)
-        result = keys if in_place else keys.clone()
-        if not self.enabled or delta == 0:
-            return result
-        angle = self._inverse_frequencies.double() * delta
-        cos, sin = angle.cos().float().to(keys.device), angle.sin().float().to(keys.device)
-        return self.apply(result, cos, sin)
-
     def tables(self, source_positions: torch.Tensor, target_positions: torch.Tensor,
                device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) of the angles to turn by: float32 `[num_tokens, 1, rotary_dim / 2]`. Reusable for all layers."""
@@ -127,20 +113,6 @@ class PositionCorrector:
             after[..., second].addcmul_(before[..., first], sin)
             part.copy_(after)
         return keys
-
-    def agrees_with(self, cos_sin_cache: torch.Tensor, tolerance: float = 0.02) -> bool:
-        """Whether a model's own table `[positions, rotary_dim]` (cos, then sin, any scale) turns as this object does.
-
-        A check at start-up: compares the directions at the first positions, where rounding does not matter.
-        """
-        positions = min(16, cos_sin_cache.shape[0])
-        if cos_sin_cache.shape[-1] != self.rotary_dim or positions < 2:
-            return False
-        cos, sin = cos_sin_cache[:positions].cpu().double().chunk(2, dim=-1)
-        angle = torch.arange(positions).double()[:, None] * self._inverse_frequencies.double()
-        length = torch.hypot(cos, sin)
-        close = (cos / length - angle.cos()).abs().max(), (sin / length - angle.sin()).abs().max()
-        return bool(max(close) < tolerance)
 
     def _check(self, keys: torch.Tensor) -> None:
         if keys.shape[-1] != self.head_dim:

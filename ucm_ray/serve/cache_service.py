@@ -16,6 +16,7 @@ from actors.chunk_directory import connect_directory, directory_name, start_dire
 from ucm_ray.blend.analyzer import ChunkAnalyzer
 from ucm_ray.blend.sink import sink_tokens
 from ucm_ray.config import Settings
+from ucm_ray.integration.vllm.controls import SWITCHED_OFF
 from ucm_ray.keys import Namespace, chunk_key
 from ucm_ray.serve import api
 from ucm_ray.serve.directory_copy import DirectoryCopy
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 _DIRECTORY_TIMEOUT_S = 10.0
 _STORED_TIMEOUT_S = 60.0
 _READ_AGAIN_S = 0.5  # beyond store.refresh_s: an engine has to read the list of stored chunks, too
-_INGEST_REASON = "switched off by the request"  # what the receipt of every good ingest says of blending
 _PARALLEL_INGESTS = 4
 _KEPT_CALLERS = 10_000
 
@@ -150,7 +150,7 @@ class CacheService:
             raise bad_request(f"the engine refused the document: {error}", "documents") from error
         blend = answer["receipt"].get("blend")
         reason = blend["reason"] if blend else "it gave no receipt"
-        if reason not in ("", _INGEST_REASON):
+        if reason not in ("", SWITCHED_OFF):
             raise ServiceError(409, f"documents cannot be stored, the engine does not blend: {reason}")
         rate = len(ids) / max(answer["seconds"], 1e-6)
         self._prefill_tokens_s = rate if self._prefill_tokens_s is None else 0.8 * self._prefill_tokens_s + 0.2 * rate

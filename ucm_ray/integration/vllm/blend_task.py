@@ -30,6 +30,13 @@ class Piece(NamedTuple):
     kv: torch.Tensor  # [num_layers, 2, num_tokens, num_kv_heads, head_dim], this chunk's span only
 
 
+class Loaded(NamedTuple):
+    """What was read for a plan."""
+
+    chunks: list[StoredChunk | None]
+    seconds: float = 0.0  # in the reading thread alone: no engine step is in it
+
+
 class BlendTask:
     """State of one plan on one rank. The worker asks for rows within a budget and runs them.
 
@@ -37,13 +44,12 @@ class BlendTask:
     work is cut in ascending order of positions, so that any cutting gives the same result: a token only looks left.
     """
 
-    def __init__(self, meta: BlendRequestMeta, paged: PagedKV, future: Future[list[StoredChunk | None]]) -> None:
+    def __init__(self, meta: BlendRequestMeta, paged: PagedKV, future: Future[Loaded]) -> None:
         self.meta, self.paged, self.future = meta, paged, future
         self.plan: Plan = meta.plan
         self.phase = "reading"
         self.policy = get_policy(self.plan.policy)
-        self.started_s = time.perf_counter()
-        self.load_s = self.recompute_s = 0.0
+        self.load_s = self.recompute_s = 0.0  # reading and placing; passes of the model
         self.passes = self.recomputed_tokens = self.failed_chunks = 0
         self.recomputed_ranges: list[tuple[int, int]] = []
         self.error = ""
@@ -98,7 +104,6 @@ class BlendTask:
             self.mass = torch.zeros(layers, span)
         elif self.policy.signal == "key_deviation":
             self.reused_keys = torch.zeros(span, self.paged.num_kv_heads, self.paged.head_dim)
-        self.load_s = time.perf_counter() - self.started_s
         self.phase = "placing"
 
     # ---- placing

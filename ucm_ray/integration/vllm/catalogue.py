@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 
 from ucm_ray.blend.chunk import ChunkRecord
 from ucm_ray.blend.index import ChunkIndex
@@ -16,18 +17,21 @@ from ucm_ray.store.posix import PosixStage
 logger = logging.getLogger("ucm_ray.blend")
 
 MAX_NAMESPACES = 256
+FIRST_READ_S = 0.25  # requests of a new namespace wait that long for its list of stored chunks, then take what is there
 
 
 class ChunkCatalogue:
     """Indexes of the namespaces this engine's requests use.
 
     The index of a namespace is read from the store when the namespace is first seen, by a thread; until then a look-up
-    finds what is there already. The same thread looks for chunks other engines wrote or removed under the same root.
+    finds what is there already. The same thread looks for chunks other engines wrote or removed under the same root;
+    namespaces it has never read come first.
     """
 
     def __init__(self, posix: PosixStage | None, refresh_s: float, anchor_tokens: int = 16) -> None:
         self._posix, self._refresh_s, self._anchor_tokens = posix, refresh_s, anchor_tokens
         self._indexes: OrderedDict[str, ChunkIndex] = OrderedDict()
+        self._unread: deque[str] = deque()
         self._follower = StoreFollower(posix) if posix is not None else None
         self._lock = threading.Lock()
         self._writing = threading.Lock()
@@ -39,21 +43,27 @@ class ChunkCatalogue:
             self._thread = threading.Thread(target=self._follow, name="ucm-catalogue", daemon=True)
             self._thread.start()
 
-    def index(self, namespace: str, wait_s: float = 0.0) -> ChunkIndex:
-        """The index of a namespace. A new one may wait up to `wait_s` for the first reading of the store."""
+    def index(self, namespace: str) -> ChunkIndex:
+        """The index of a namespace, as far as it has been read."""
         with self._lock:
             index = self._indexes.get(namespace)
             known = index is not None
             if index is None:
                 index = self._indexes[namespace] = ChunkIndex(self._anchor_tokens)
-                index.read_once = threading.Event()
+                index.read_once, index.since_s = threading.Event(), time.monotonic()
                 while len(self._indexes) > MAX_NAMESPACES:
                     self._forget(next(iter(self._indexes)))
             self._indexes.move_to_end(namespace)
         if not known and self._posix is not None:
+            self._unread.append(namespace)
             self._wake.set()
-            index.read_once.wait(wait_s)
         return index
+
+    def is_ready(self, namespace: str) -> bool:
+        """Whether a look-up would find what was stored before the namespace was first seen, or need not wait for it
+        any longer. If not, ask again in the next engine step: nobody else is kept waiting meanwhile."""
+        index = self.index(namespace)
+        return self._posix is None or index.read_once.is_set() or time.monotonic() - index.since_s > FIRST_READ_S
 
     def _forget(self, namespace: str) -> None:
         del self._indexes[namespace]
@@ -104,7 +114,7 @@ class ChunkCatalogue:
 
     def _follow(self) -> None:
         while not self._closed:
-            for namespace in list(self._indexes):
+            for namespace in self._in_turn():
                 index = self._indexes.get(namespace)
                 if index is None or self._closed:
                     continue
@@ -115,6 +125,12 @@ class ChunkCatalogue:
                 index.read_once.set()
             self._wake.wait(self._refresh_s)
             self._wake.clear()
+
+    def _in_turn(self) -> Iterator[str]:
+        """Every namespace; those that were never read before all others, those that come meanwhile, too."""
+        known = list(self._indexes)
+        while self._unread or known:
+            yield self._unread.popleft() if self._unread else known.pop(0)
 
     def _read(self, namespace: str, index: ChunkIndex) -> None:
         generation = self._generation

@@ -8,6 +8,8 @@ from typing import Any
 
 from ucm_ray.config import ConfigError, parse_controls
 
+SWITCHED_OFF = "switched off by the request"  # the receipt's reason, of every good ingest too
+
 
 @dataclass(frozen=True)
 class Controls:

@@ -38,10 +38,11 @@ class EsaConnectorMeta(KVConnectorMetadata):
 
 @dataclass
 class EsaWorkerReport(KVConnectorWorkerMetadata):
-    esa: EsaReport = field(default_factory=dict)
+    esa: EsaReport = field(default_factory=EsaReport)
 
     def aggregate(self, other: EsaWorkerReport) -> EsaWorkerReport:
-        return self  # every rank decodes the same requests
+        self.esa.aggregate(other.esa)
+        return self
 
 
 class EsaConnector(KVConnectorBase_V1):
@@ -53,6 +54,7 @@ class EsaConnector(KVConnectorBase_V1):
         esa = self._settings.esa.model_dump()
         self._scheduler = EsaScheduler(vllm_config, esa) if role == KVConnectorRole.SCHEDULER else None
         self._runtime: EsaRuntime | None = None
+        self._failure: EsaReport | None = None  # not told yet
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -62,16 +64,16 @@ class EsaConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         own_layers(self._vllm_config, kv_caches)  # the one error that must stop the engine
-        self._start(kv_caches)
-
-    @harmless(None)
-    def _start(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._runtime = EsaRuntime(
-            self._vllm_config,
-            self._settings.esa.model_dump(),
-            kv_caches,
-            retrieval=self._settings.retrieval.model_dump(),
-        )
+        try:
+            self._runtime = EsaRuntime(
+                self._vllm_config,
+                self._settings.esa.model_dump(),
+                kv_caches,
+                retrieval=self._settings.retrieval.model_dump(),
+            )
+        except Exception as error:
+            logger.exception("ESA is off: this engine cannot be used for it")
+            self._failure = EsaReport(disabled=f"{type(error).__name__}: {error}")
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -92,7 +94,9 @@ class EsaConnector(KVConnectorBase_V1):
             self._runtime.end_step()
 
     def build_connector_worker_meta(self) -> EsaWorkerReport | None:
-        report = self._runtime.take_report() if self._runtime is not None else None
+        report, self._failure = self._failure, None
+        if self._runtime is not None:
+            report = self._runtime.take_report()
         return EsaWorkerReport(report) if report else None
 
     # ---- scheduler side

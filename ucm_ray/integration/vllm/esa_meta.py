@@ -33,5 +33,18 @@ class EsaStepMeta:
         return bool(self.requests or self.gone)
 
 
-# Usage of requests since the last report, by request id; the scheduler keeps the latest.
-EsaReport = dict[str, dict[str, int]]
+@dataclass
+class EsaReport:
+    """From the workers to the scheduler, after a step."""
+
+    usage: dict[str, dict[str, int]] = field(default_factory=dict)  # of unfinished requests; the latest counts
+    disabled: str = ""  # why this worker decodes densely from here on
+
+    def aggregate(self, other: EsaReport | None) -> EsaReport:
+        """Every rank decodes the same requests; one that is off is enough."""
+        if other is not None:
+            self.disabled = self.disabled or other.disabled
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(self.usage or self.disabled)

@@ -63,6 +63,7 @@ class EsaRuntime:
     ) -> None:
         layers = own_layers(vllm_config, kv_caches)
         self.disabled = unsupported(vllm_config) or unsupported_layers(layers)
+        self._told = False  # the scheduler knows that ESA is off
         self._requests: dict[str, _Request] = {}
         self._step: list[EsaRequestStep] = []
         self._by_slot_block: dict[int, EsaRequestStep] | None = None
@@ -174,11 +175,13 @@ class EsaRuntime:
         self._attn_metadata = self._metadata = None
 
     def take_report(self) -> EsaReport | None:
-        """Receipts so far of the requests of this step (`build_connector_worker_meta`)."""
-        if self.disabled or not self._requests:
-            return None
+        """Receipts so far of unfinished requests, or once that ESA is off (`build_connector_worker_meta`)."""
+        if self.disabled:
+            told, self._told = self._told, True
+            return None if told else EsaReport(disabled=self.disabled)
         states = ((request_id, self.esa.state(request_id)) for request_id in self._requests)
-        return {request_id: state.usage.to_dict() for request_id, state in states if state is not None} or None
+        usage = {request_id: state.usage.to_dict() for request_id, state in states if state is not None}
+        return EsaReport(usage) if usage else None
 
     def shutdown(self) -> None:
         if esa_backend.RUNTIME is self:

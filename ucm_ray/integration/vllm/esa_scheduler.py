@@ -6,6 +6,7 @@ these blocks, the request's hash chain is tainted from the first token that may 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger("ucm_ray.sparse")
 
 
 @dataclass
@@ -38,7 +41,7 @@ class EsaScheduler:
         self._tracked: dict[str, _Tracked] = {}
         self._known: set[str] = set()  # requests the workers hold state of
         self._gone: list[str] = []
-        self._usage: EsaReport = {}
+        self._usage: dict[str, dict[str, int]] = {}
         self._reasons: dict[str, str] = {}
 
     # ---- requests
@@ -89,6 +92,7 @@ class EsaScheduler:
         reason = self._reasons.pop(request_id, "")
         usage = self._usage.pop(request_id, None)
         if self._tracked.pop(request_id, None) is not None or request_id in self._known:
+            reason = reason or self.disabled
             self._leave(request_id)
         if usage is None:
             return {
@@ -105,6 +109,9 @@ class EsaScheduler:
     def build_step(self, scheduler_output: SchedulerOutput) -> EsaStepMeta:
         """Call from `build_connector_meta`."""
         step = EsaStepMeta()
+        if self.disabled:
+            step.gone, self._gone = self._gone, []
+            return step
         counts = scheduler_output.num_scheduled_tokens
         for request_id in (*scheduler_output.finished_req_ids, *(scheduler_output.preempted_req_ids or ())):
             if request_id in self._known:
@@ -153,9 +160,16 @@ class EsaScheduler:
 
     def update(self, report: EsaReport | None) -> None:
         """Take what the workers report after a step (`update_connector_output`)."""
-        for request_id, usage in (report or {}).items():
+        if report is None:
+            return
+        for request_id, usage in report.usage.items():
             if request_id in self._tracked:
                 self._usage[request_id] = usage
+        if report.disabled and not self.disabled:
+            logger.error("ESA is off: %s", report.disabled)
+            self.disabled = report.disabled
+            for request_id in list(self._known):
+                self._leave(request_id)
 
 
 def unsupported(vllm_config: VllmConfig) -> str:

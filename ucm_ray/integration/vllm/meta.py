@@ -95,7 +95,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     saved: list[ChunkMeta] = field(default_factory=list)  # rank 0's; the KV is on its way to the store
     lost: list[tuple[str, str]] = field(default_factory=list)  # namespace, key: missing, corrupt or evicted
     disabled: str = ""  # the start-up self-check failed
-    esa: Any = None
+    esa: Any = None  # EsaReport
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         for request_id, good in other.loaded.items():
@@ -106,7 +106,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         self.saved = self.saved or other.saved
         self.lost = self.lost + other.lost
         self.disabled = self.disabled or other.disabled
-        self.esa = self.esa if self.esa is not None else other.esa
+        self.esa = self.esa.aggregate(other.esa) if self.esa is not None else other.esa
         return self
 
     def __bool__(self) -> bool:

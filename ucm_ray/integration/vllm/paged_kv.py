@@ -64,18 +64,11 @@ class CpuPagedKV(PagedKV):
         self.isa = layers[self.names[0]].isa
         self._key_order, self._value_order = learn_block_order(self.isa, self.block_size, self.head_dim, self.dtype)
         size = self.block_size * self.head_dim
-        grid = torch.arange(size).view(self.block_size, self.head_dim)
         self._transposed_keys = torch.equal(
             self._key_order, torch.arange(size).view(self.head_dim, self.block_size).T)
-        self._plain_values = torch.equal(self._value_order, grid)
         # compiled now rather than in a step
         self.copy_out(torch.zeros(0, dtype=torch.int64),
                       torch.empty(len(layers), 2, 0, self.num_kv_heads, self.head_dim, dtype=self.dtype))
-
-    @property
-    def is_transposed(self) -> bool:
-        """Keys `[head_dim, block_size]`, values `[block_size, head_dim]` in every block (no tile packing)."""
-        return self._transposed_keys and self._plain_values
 
     def halves(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values, each `[num_blocks, num_kv_heads, block_size * head_dim]` in memory order."""

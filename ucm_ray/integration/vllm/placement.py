@@ -9,6 +9,8 @@ from ucm_ray.blend.position import PositionCorrector
 from ucm_ray.integration.vllm.blend_task import BlendTask, Piece
 from ucm_ray.integration.vllm.paged_kv import PagedKV
 
+GROUP_TOKENS = 1024  # placed at once: more gains nothing and would need memory in proportion to the plan
+
 
 class Placer:
     """Works for every layout and device, with torch alone."""
@@ -18,10 +20,19 @@ class Placer:
 
     def place(self, task: BlendTask, pieces: list[Piece]) -> None:
         """Rotate and write pieces of `task`, all layers, and note what its policy needs to know about them."""
-        kv = torch.cat([piece.kv for piece in pieces], dim=2).to(self.paged.device)
+        for group in groups_of(pieces, GROUP_TOKENS):
+            self._place(task, group)
+        if self.paged.device.type == "cuda":
+            # the pieces' host memory is given to somebody else once they are dropped
+            torch.cuda.current_stream(self.paged.device).synchronize()
+
+    def _place(self, task: BlendTask, pieces: list[Piece]) -> None:
+        # each from its own page-locked memory, without a copy on the host
+        kv = torch.cat([piece.kv.to(self.paged.device, non_blocking=True) for piece in pieces], dim=2)
         positions = np.concatenate([np.arange(piece.chunk.start_idx, piece.chunk.end_idx) for piece in pieces])
         deltas = np.repeat([piece.chunk.delta for piece in pieces], [piece.chunk.num_tokens for piece in pieces])
-        keys = self.corrector.rotate(kv[:, 0], torch.from_numpy(positions - deltas), torch.from_numpy(positions))
+        keys = self.corrector.rotate(kv[:, 0], torch.from_numpy(positions - deltas), torch.from_numpy(positions),
+                                     in_place=True)
         slots = slots_of(task.meta.block_ids, positions, self.paged.block_size).to(self.paged.device)
         for layer in range(len(self.paged.names)):
             self.paged.write(layer, slots, keys[layer], kv[layer, 1])
@@ -40,6 +51,19 @@ class Placer:
         if tuple(out.shape) != expected or out.dtype != paged.dtype:
             raise ValueError(f"a chunk is {tuple(out.shape)} {out.dtype}, this cache's are {expected} {paged.dtype}")
         paged.copy_out(slots_of(block_ids, np.arange(start, start + num_tokens), paged.block_size), out)
+
+
+def groups_of(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
+    """Pieces in their order, in groups of at most `max_tokens` tokens or of one piece."""
+    groups: list[list[Piece]] = []
+    total = max_tokens
+    for piece in pieces:
+        total += piece.chunk.num_tokens
+        if total > max_tokens:
+            groups.append([])
+            total = piece.chunk.num_tokens
+        groups[-1].append(piece)
+    return groups
 
 
 def slots_of(block_ids: np.ndarray, positions: np.ndarray, block_size: int) -> torch.Tensor:

@@ -17,8 +17,8 @@ from ucm_ray.blend.chunk import Chunk, ChunkType
 from ucm_ray.blend.cost_model import CostModel
 from ucm_ray.blend.plan import Decline, Plan, Planner
 from ucm_ray.blend.policies import get_policy
-from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
-from ucm_ray.integration.vllm.controls import Controls, parse_ucm_params
+from ucm_ray.integration.vllm.catalogue import FIRST_READ_S, ChunkCatalogue
+from ucm_ray.integration.vllm.controls import SWITCHED_OFF, Controls, parse_ucm_params
 from ucm_ray.integration.vllm.meta import (
     BlendConnectorMeta,
     BlendReport,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ucm_ray.blend")
 
-FIRST_READ_WAIT_S = 0.25  # a namespace's first request waits that long for its list of stored chunks
 MIN_INGEST_TOKENS = 32
 FINISHED_NORMALLY = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -73,9 +72,11 @@ class RequestState:
     namespace: Namespace
     receipt: Receipt
     token_ids: np.ndarray  # int32 [num_prompt_tokens]
+    since_s: float = field(default_factory=time.monotonic)
     chunks: list[Chunk] | None = None
     plan: Plan | None = None  # of the latest admission
     loading: bool = False
+    declined_by_cost: bool = False
     failed: str = ""  # why blending this request broke down
     gaps: list[tuple[int, int]] = field(default_factory=list)  # new text between what the accepted plan reuses
     reused_until: int | None = None  # where the last reused text of the accepted plan ends
@@ -147,15 +148,21 @@ class SchedulerSide:
 
     # ---- matching
 
-    def match(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens beyond `num_computed_tokens` that a plan will fill, asynchronously; (0, False) to decline."""
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond `num_computed_tokens` that a plan will fill, asynchronously; (0, False) to decline, (None,
+        False) to be asked again in the next step."""
         state = self._state(request)
         if self.esa is not None:
             self.esa.on_request(request, state.controls)
         plan = self._plan(request, state, num_computed_tokens)
+        if plan is None:
+            return None, False
         state.receipt.prefix_tokens = num_computed_tokens
         if isinstance(plan, Decline):
             state.plan = None
+            if plan.by_cost and not state.declined_by_cost:  # a waiting request is matched again in every step
+                state.declined_by_cost = True
+                self.cost_model.forget()
             if state.reused_until is None:
                 state.receipt.reason = plan.reason
             return 0, False
@@ -173,14 +180,16 @@ class SchedulerSide:
             self._states[request.request_id] = state
         return state
 
-    def _plan(self, request: Request, state: RequestState, num_computed_tokens: int) -> Plan | Decline:
+    def _plan(self, request: Request, state: RequestState, num_computed_tokens: int
+              ) -> Plan | Decline | None:
+        """None: the list of stored chunks is being read."""
         controls = state.controls
         if self._disabled:
             return Decline(self._disabled)
         if controls.error or state.failed:
             return Decline(controls.error or state.failed)
         if controls.blend is False or controls.ingest_from is not None:
-            return Decline("switched off by the request")
+            return Decline(SWITCHED_OFF)
         reason = unsupported_request(request)
         if reason:
             return Decline(reason)
@@ -190,9 +199,11 @@ class SchedulerSide:
         if num_computed_tokens >= len(state.token_ids) - 1:
             return Decline("vLLM's own prefix cache holds the whole prompt")
         if state.chunks is None:
+            # the request's own limit: with very many namespaces their readings never end
+            if time.monotonic() - state.since_s < FIRST_READ_S and not self._catalogue.is_ready(state.namespace.hex):
+                return None
             begun = time.perf_counter()
-            index = self._catalogue.index(state.namespace.hex, FIRST_READ_WAIT_S)
-            state.chunks = self._analyzer.analyze(state.token_ids, index)
+            state.chunks = self._analyzer.analyze(state.token_ids, self._catalogue.index(state.namespace.hex))
             self._count("analysis_s", time.perf_counter() - begun)
         return self._planner.plan(state.token_ids, state.chunks, num_computed_tokens, controls.policy, controls.budget,
                                   state.namespace.hex)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from vllm.config import VllmConfig
+from huggingface_hub import try_to_load_from_cache
+from vllm.config import ModelConfig, VllmConfig
 
 from ucm_ray.blend.position import PositionCorrector
 from ucm_ray.config import BlendSettings, ConfigError, EsaSettings, RetrievalSettings, StoreSettings, parse_settings
@@ -82,16 +83,24 @@ def namespace_of(config: VllmConfig) -> Namespace:
               f"head_dim={model.get_head_size()}")
     return Namespace(
         model=str(model.served_model_name or model.model) if not os.path.isdir(model.model) else Path(model.model).name,
-        revision=weights_fingerprint(model.model, model.revision), dtype=str(model.dtype).removeprefix("torch."),
+        revision=weights_fingerprint(model.model, model.revision) + _quantized(model),
+        dtype=str(model.dtype).removeprefix("torch."),
         rope=canonical_json(rope), kv_layout=layout, world_size=parallel.tensor_parallel_size,
     )
 
 
+def _quantized(model: ModelConfig) -> str:
+    """What the engine makes of the weights; empty if it takes them as they are."""
+    found = {name: value for name in ("quantization", "quantization_config") if (value := getattr(model, name, None))}
+    return f"+{canonical_json(found)}" if found else ""
+
+
 def weights_fingerprint(model: str, revision: str | None) -> str:
     """What tells one set of weights from another: of a folder its configuration and the size, head and tail of each
-    weights file (content alone: a copy of the folder shares its KV); of a hub name the revision."""
+    weights file (content alone: a copy of the folder shares its KV); of a hub name the commit that is here, or its
+    revision where the hub's cache does not say."""
     if not os.path.isdir(model):
-        return f"hub:{model}@{revision or 'main'}"
+        return f"hub:{model}@{_hub_commit(model, revision) or revision or 'main'}"
     digest = blake3()
     for path in sorted(Path(model).iterdir()):
         if path.name == "config.json":
@@ -106,3 +115,12 @@ def weights_fingerprint(model: str, revision: str | None) -> str:
                 file.seek(max(0, size - _EDGE_BYTES))
                 digest.update(file.read())
     return digest.hexdigest(16)
+
+
+def _hub_commit(model: str, revision: str | None) -> str | None:
+    """The commit that a branch stood for when its configuration was fetched. No network."""
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:  # no name of a hub's
+        return None
+    return Path(found).parent.name if isinstance(found, str) else None

@@ -14,7 +14,8 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
-from ucm_ray.integration.vllm.blend_task import BlendTask
+from ucm_ray.integration.vllm.blend_task import BlendTask, Loaded
+from ucm_ray.integration.vllm.esa_meta import EsaReport
 from ucm_ray.integration.vllm.meta import BlendConnectorMeta, IngestJob, SaveJob, WorkerReport
 from ucm_ray.integration.vllm.observer import QuestionObserver
 from ucm_ray.integration.vllm.paged_kv import paged_kv_for
@@ -97,8 +98,9 @@ class WorkerSide:
         try:
             self.esa = EsaRuntime(self._config, self._settings.esa.model_dump(), kv_caches,
                                   retrieval=self._settings.retrieval.model_dump())
-        except Exception:
+        except Exception as error:
             logger.exception("ESA is off: this engine cannot be used for it")
+            self._report.esa = EsaReport(disabled=f"{type(error).__name__}: {error}")
 
     # ---- one step
 
@@ -141,7 +143,7 @@ class WorkerSide:
             request.block_ids = self._kernel_blocks(request.block_ids)
             keys = [chunk.source_block_id for chunk in request.plan.chunks]
             self._save_now(request.namespace, set(keys))
-            future = self._readers.submit(self._load, request.namespace, keys)
+            future = self._readers.submit(self._timed_load, request.namespace, keys)
             self._tasks[request_id] = BlendTask(request, getattr(self, "_paged", None), future)
         for job in meta.ingests:
             job.block_ids = self._kernel_blocks(job.block_ids)
@@ -157,6 +159,10 @@ class WorkerSide:
         """A plan may name chunks that the scheduler has only just asked to save."""
         while any(meta.key in keys and meta.namespace == namespace for job in self._saves for _, meta in job.chunks):
             self._run_saves(1, patient=False)
+
+    def _timed_load(self, namespace: str, keys: list[str]) -> Loaded:
+        begun = time.perf_counter()
+        return Loaded(self._load(namespace, keys), time.perf_counter() - begun)
 
     def _load(self, namespace: str, keys: list[str]) -> list[StoredChunk | None]:
         """Chunks from memory on their way to the disk, else from the store."""
@@ -184,7 +190,7 @@ class WorkerSide:
             if idle and not task.future.done():
                 wait_quietly(task.future, deadline - time.monotonic())
             if task.future.done() and task.good is None:
-                task.loaded = self._loaded(task)
+                task.loaded, task.load_s = self._loaded(task)
                 task.good = task.check(task.loaded)
                 self._note_lost(task)
                 if self._world_size > 1:
@@ -195,12 +201,12 @@ class WorkerSide:
                 self._guarded(task, lambda task=task, good=good: task.accept(task.loaded, good))
                 task.loaded = []
 
-    def _loaded(self, task: BlendTask) -> list:
+    def _loaded(self, task: BlendTask) -> Loaded:
         try:
             return task.future.result()
         except Exception:
             logger.exception("reading the chunks of request %s failed", task.meta.request_id)
-            return [None] * len(task.plan.chunks)
+            return Loaded([None] * len(task.plan.chunks))
 
     def _note_lost(self, task: BlendTask) -> None:
         self._report.lost += [(task.meta.namespace, chunk.source_block_id)
