@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import subprocess
@@ -235,6 +236,22 @@ def test_a_bad_layer_stops_its_chunk_and_no_other(pipeline):
     assert torch.equal(layers[2][1], kv_of(1)[2])
     assert reader.failed == {key(0)} and not path.exists()
     again.close()
+
+
+def test_a_bad_layer_of_a_file_that_cannot_be_removed_is_none_all_the_same(pipeline, monkeypatch):
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    fill(pipeline, 1)
+    path = chunk_path(pipeline.posix, 0)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    chunk = pipeline.posix.open_chunk(NAMESPACE, key(0))
+    monkeypatch.setattr(pipeline.posix.folder_of(key(0)), "remove", read_only)
+    assert chunk.read_layer(0) is not None and chunk.read_layer(2) is None
+    assert pipeline.posix.counters["corrupt"] == pipeline.posix.counters["read_errors"] == 1
+    chunk.close()
 
 
 def test_load_sync_is_the_seeds_call(pipeline):

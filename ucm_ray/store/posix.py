@@ -46,11 +46,12 @@ class OpenChunk:
         """KV `[2, num_tokens, num_kv_heads, head_dim]`; None, counted, and the file removed, if it is not good."""
         stage, meta = self._stage, self.meta
         try:
-            return read_layer(self._handle, self._header, layer, stage.pool)
-        except BadChunkFile as error:
-            path = stage.folder_of(meta.key).path(meta.namespace, meta.key, stage.rank)
-            stage.discard(path, self._handle, meta.namespace, meta.key, error)
-        except OSError as error:
+            try:
+                return read_layer(self._handle, self._header, layer, stage.pool)
+            except BadChunkFile as error:
+                path = stage.folder_of(meta.key).path(meta.namespace, meta.key, stage.rank)
+                stage.discard(path, self._handle, meta.namespace, meta.key, error)
+        except OSError as error:  # of the removal too
             stage.counters.add("read_errors")
             logger.warning("a layer of chunk %s cannot be read: %s", meta.key, error)
         return None
