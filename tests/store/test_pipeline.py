@@ -124,6 +124,33 @@ def test_what_is_given_to_the_background_is_kept_in_host_memory_without_a_copy(p
     again.close()
 
 
+def test_what_was_given_to_the_background_before_a_clear_does_not_come_back(pipeline, monkeypatch):
+    """Neither the chunk that is being written nor the ones behind it; those of other namespaces do not notice."""
+    gate, begun, save = threading.Event(), threading.Event(), pipeline.posix.save
+
+    def slow_save(meta, kv):
+        begun.set()
+        return gate.wait(30) and save(meta, kv)
+
+    monkeypatch.setattr(pipeline.posix, "save", slow_save)
+    before = [pipeline.save_async(*make_chunk(number)) for number in range(2)]
+    other = pipeline.save_async(*make_chunk(5, namespace=OTHER_NAMESPACE))
+    assert begun.wait(30)
+    pipeline.clear(NAMESPACE)
+    after = pipeline.save_async(*make_chunk(2))
+    gate.set()
+    assert [future.result(30) for future in (*before, other, after)] == [False, False, True, True]
+    assert pipeline.lookup(NAMESPACE, [key(number) for number in range(3)]).tolist() == [False, False, True]
+    assert [chunk_path(pipeline.posix, number).exists() for number in range(3)] == [False, False, True]
+    gate.clear()
+    begun.clear()
+    last = pipeline.save_async(*make_chunk(3))
+    assert begun.wait(30)
+    pipeline.clear()
+    gate.set()
+    assert not last.result(30) and not pipeline.lookup(NAMESPACE, [key(number) for number in range(4)]).any()
+
+
 def test_kv_of_another_shape_than_its_meta_is_kept_nowhere(pipeline):
     meta, kv = make_chunk(3)
     assert not pipeline.save_async(meta, kv[:, :, 1:].contiguous()).result(30)
