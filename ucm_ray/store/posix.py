@@ -238,6 +238,11 @@ class PosixStage(KVStage):
         origins = {self._origin(path) for path in folder.paths(meta.namespace, meta.key)}
         return len(origins) == 1 or self._origin(folder.path(meta.namespace, meta.key, self.rank)) == meta.origin
 
+    def is_whole(self, namespace: str, key: str) -> bool:
+        """Whether the files of all ranks are here, with good headers and of one source."""
+        origins = {self._origin(path) for path in self.folder_of(key).paths(namespace, key)}
+        return len(origins) == 1 and None not in origins
+
     @staticmethod
     def _origin(path: str) -> tuple[str, int] | None:
         try:
