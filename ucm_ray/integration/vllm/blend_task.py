@@ -36,8 +36,9 @@ class BlendTask:
     work is cut in ascending order of positions, so that any cutting gives the same result: a token only looks left.
     """
 
-    def __init__(self, meta: BlendRequestMeta, paged: PagedKV, future: Future[list[StoredChunk | None]]) -> None:
-        self.meta, self.paged, self.future = meta, paged, future
+    def __init__(self, meta: BlendRequestMeta, paged: PagedKV) -> None:
+        self.meta, self.paged = meta, paged
+        self.future: Future[list[StoredChunk | None]] = Future()  # of the plan's chunks
         self.plan: Plan = meta.plan
         self.phase = "reading"
         self.policy = get_policy(self.plan.policy)

@@ -65,7 +65,6 @@ class BlendConnectorMeta(KVConnectorMetadata):
     ingests: list[IngestJob] = field(default_factory=list)
     urgent_ingests: list[str] = field(default_factory=list)  # of those sent before
     cancelled_ingests: list[str] = field(default_factory=list)
-    dropped_chunks: list[tuple[str, list[str]]] = field(default_factory=list)  # namespace, keys: forget them
     clear_store: bool = False
     num_scheduled_tokens: int = 0  # 0: nothing decodes or prefills in this step, the workers may take their time
     esa: Any = None  # EsaStepMeta

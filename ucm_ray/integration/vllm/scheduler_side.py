@@ -272,6 +272,8 @@ class SchedulerSide:
 
     def _agree(self, request_id: str, good: np.ndarray, ranks: int) -> None:
         """Start a plan once every rank has read its files; a chunk counts if all ranks have it."""
+        if request_id not in self._states:  # aborted meanwhile
+            return
         reading = self._reading.setdefault(request_id, _Reading())
         reading.ranks += ranks
         reading.good = good if reading.good is None else reading.good & good

@@ -1,0 +1,158 @@
+"""The worker side without an engine: whatever happens in a step, the scheduler gets back what it waits for."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ucm_ray.blend.chunk import Chunk, ChunkType, Run
+from ucm_ray.blend.plan import Plan
+from ucm_ray.config import BlendSettings, EsaSettings, RetrievalSettings, StoreSettings
+from ucm_ray.integration.vllm.meta import BlendConnectorMeta, BlendRequestMeta, IngestJob, SaveJob
+from ucm_ray.integration.vllm.scheduler_side import SchedulerSide
+from ucm_ray.integration.vllm.settings import ConnectorSettings
+from ucm_ray.integration.vllm.worker_side import WorkerSide
+from ucm_ray.keys import chunk_key
+from ucm_ray.store import ChunkMeta
+
+NAMESPACE = "a0" * 16
+BLOCK = 32
+LAYERS, HEADS, HEAD_DIM = 2, 1, 8
+NAMES = ("plan", "save", "ingest")
+
+
+def chunk_meta(number: int, position: int = 0, source: str = "5e") -> ChunkMeta:
+    token_ids = np.arange(64, dtype=np.int32) + number
+    return ChunkMeta(chunk_key(NAMESPACE, token_ids), NAMESPACE, token_ids, source, position, LAYERS, HEADS, HEAD_DIM,
+                     "float32", context_key="c0" * 16)
+
+
+def plan_of(meta: ChunkMeta, request_id: str = "plan", blocks=(7, 8, 9)) -> BlendRequestMeta:
+    """A request whose tokens [32, 96) are those of a stored chunk."""
+    chunk = Chunk(32, 96, ChunkType.FULL_MATCH, meta.key, meta.source_position, 0, meta.source_id, (), meta.context_key)
+    plan = Plan(32, 96, (chunk,), (Run(32, 96, meta.source_id, 32 - meta.source_position),), (), None, "none", 0.0, 64)
+    token_ids = np.concatenate([np.zeros(32, np.int32), meta.token_ids])
+    return BlendRequestMeta(request_id, [chunk], [], [], {}, [], plan, token_ids, np.array(blocks), NAMESPACE)
+
+
+def save_of(*metas: ChunkMeta, request_id: str = "save") -> SaveJob:
+    return SaveJob(request_id, np.arange(20), [(64 * number, meta) for number, meta in enumerate(metas)])
+
+
+def everything(**more) -> BlendConnectorMeta:
+    """A step with a plan, a save and an ingest of three different chunks."""
+    ingest = IngestJob("ingest", np.arange(100, dtype=np.int32), 36, np.arange(4), [(36, chunk_meta(3))])
+    return BlendConnectorMeta({"plan": plan_of(chunk_meta(1))}, saves=[save_of(chunk_meta(2))], ingests=[ingest],
+                              **more)
+
+
+@pytest.fixture()
+def worker(tmp_path):
+    """As after a good start-up, on a cache that only knows its own shape."""
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1),
+                             cache_config=SimpleNamespace(block_size=BLOCK))
+    settings = ConnectorSettings(StoreSettings(storage_backends=[str(tmp_path)]), BlendSettings(), EsaSettings(),
+                                 RetrievalSettings(), {})
+    worker = WorkerSide(config, settings)
+    worker._ready = True
+    worker._paged = SimpleNamespace(names=["layer"] * LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM, block_size=BLOCK)
+    worker._virtual = SimpleNamespace(max_tokens=512, max_rows=16, run=lambda rows, *_: 1)
+    worker._placer = SimpleNamespace(place=lambda *_: None, copy_out=lambda blocks, start, kv: kv.fill_(start))
+    yield worker
+    worker.shutdown()
+
+
+def assert_all_given_back(worker: WorkerSide, why: str) -> None:
+    report = worker.take_report()
+    assert why in report.reports["plan"].error
+    assert worker.take_invalid_blocks() == {8, 9}
+    assert worker.get_finished(set()) == ({"save", "ingest"}, {"plan"})
+    assert (NAMESPACE, chunk_meta(2).key) in report.lost and not report.saved
+    assert not (worker._tasks or worker._saves or worker._ingests)
+
+
+# ---- a failed start-up check
+
+
+@pytest.mark.parametrize("ratio", [None, 1, 2])
+def test_an_engine_that_failed_its_check_gives_everything_back_at_once(worker, ratio):
+    """`ratio` None: the check did not come as far as knowing the cache, whose blocks may be smaller than the engine's.
+    The scheduler sends plans until it has the first step's report."""
+    worker._ready = False
+    if ratio is None:
+        worker._paged = None
+        del worker._virtual, worker._placer
+    else:
+        worker._block_ratio = ratio
+        worker._paged.block_size = BLOCK // ratio
+    worker.after_forward(everything())
+    assert_all_given_back(worker, "self-check")
+
+
+# ---- steps that break down
+
+
+def test_a_store_that_cannot_be_cleared_stops_nothing(worker, monkeypatch):
+    def stale(*_):
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(worker._store.posix, "clear", stale)
+    worker.after_forward(everything(clear_store=True))
+    assert_all_given_back(worker, "cleared")
+
+
+def test_a_step_that_breaks_down_early_gives_the_new_plan_back(worker, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("cannot schedule new futures")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._readers, "submit", broken)
+        with pytest.raises(RuntimeError):
+            worker.after_forward(everything())
+    worker.abandon(RuntimeError("out of luck"))
+    assert_all_given_back(worker, "out of luck")
+
+
+# ---- clearing the store
+
+
+def test_a_cleared_store_gets_nothing_of_before(worker, monkeypatch, tmp_path):
+    """Not what is being written, not what waits in blocks, not the passage; new text is stored as ever."""
+    gate, begun, write = threading.Event(), threading.Event(), worker._store.posix.save
+
+    def slow_write(meta, kv):
+        begun.set()
+        return gate.wait(30) and write(meta, kv)
+
+    monkeypatch.setattr(worker._store.posix, "save", slow_write)
+    metas = [chunk_meta(number) for number in range(40)]
+    worker.after_forward(BlendConnectorMeta(saves=[save_of(*metas)], num_scheduled_tokens=1))
+    assert worker.take_report().saved == metas[:2] and begun.wait(30)
+    worker._sink = (np.arange(4), torch.zeros(1))
+    worker.after_forward(everything(clear_store=True))
+    report = worker.take_report()
+    assert not report.saved and set(report.reports) == {"plan"}
+    assert worker.get_finished(set()) == ({"save", "ingest"}, {"plan"})
+    assert worker._sink is None and not worker._unwritten
+    # the same text, computed by the new weights
+    worker.after_forward(BlendConnectorMeta(saves=[save_of(metas[1], request_id="new")]))
+    assert worker.get_finished(set()) == ({"new"}, None) and worker._unwritten
+    gate.set()
+    assert worker._store.flush(30)
+    assert [path.name.split(".")[0] for path in tmp_path.rglob("*.kv")] == [metas[1].key]
+    assert (NAMESPACE, metas[1].key) not in worker.take_report().lost and not worker._unwritten
+    assert worker._load(NAMESPACE, [metas[0].key, metas[1].key])[0] is None
+
+
+# ---- reports that come too late
+
+
+def test_a_report_of_an_aborted_request_leaves_nothing_behind():
+    side = object.__new__(SchedulerSide)
+    side._states, side._reading, side._world_size = {}, {}, 2
+    side._agree("aborted", np.ones(1, bool), 1)
+    assert not side._reading
