@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from ucm_ray.blend.chunk import Chunk, ChunkType, Run
 from ucm_ray.blend.plan import Plan
 from ucm_ray.config import BlendSettings, EsaSettings, RetrievalSettings, StoreSettings
+from ucm_ray.integration.vllm.catalogue import ChunkCatalogue
 from ucm_ray.integration.vllm.meta import BlendConnectorMeta, BlendRequestMeta, IngestJob, SaveJob
+from ucm_ray.integration.vllm.saver import Saver
 from ucm_ray.integration.vllm.scheduler_side import SchedulerSide
 from ucm_ray.integration.vllm.settings import ConnectorSettings
 from ucm_ray.integration.vllm.worker_side import WorkerSide
 from ucm_ray.keys import chunk_key
-from ucm_ray.store import ChunkMeta
+from ucm_ray.store import ChunkMeta, PosixStage
 
 NAMESPACE = "a0" * 16
 BLOCK = 32
@@ -48,6 +51,21 @@ def everything(**more) -> BlendConnectorMeta:
     ingest = IngestJob("ingest", np.arange(100, dtype=np.int32), 36, np.arange(4), [(36, chunk_meta(3))])
     return BlendConnectorMeta({"plan": plan_of(chunk_meta(1))}, saves=[save_of(chunk_meta(2))], ingests=[ingest],
                               **more)
+
+
+def scheduler_side_of(catalogue: ChunkCatalogue) -> SchedulerSide:
+    """As much of one as takes in reports, of two ranks; no requests."""
+    side = object.__new__(SchedulerSide)
+    side._states, side._reading, side._world_size, side._disabled, side.esa = {}, {}, 2, "", None
+    side._catalogue, side._saver = catalogue, SimpleNamespace(released=lambda request_ids: None)
+    return side
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture()
@@ -148,11 +166,53 @@ def test_a_cleared_store_gets_nothing_of_before(worker, monkeypatch, tmp_path):
     assert worker._load(NAMESPACE, [metas[0].key, metas[1].key])[0] is None
 
 
+# ---- what the index believes and what the store holds
+
+
+def test_a_plan_made_from_another_copy_than_the_stored_one_tells_which_that_is(worker):
+    """The store keeps the first copy of a text; what is missing is another matter."""
+    stored, believed, missing = chunk_meta(1, 640, "a1"), chunk_meta(1, 320, "b2"), chunk_meta(9)
+    assert worker._store.save(stored, torch.zeros(stored.shape))
+    worker.after_forward(BlendConnectorMeta({"one": plan_of(believed, "one"), "two": plan_of(missing, "two")}))
+    report = worker.take_report()
+    assert report.stored == [stored] and report.lost == [(NAMESPACE, missing.key)]
+    side = scheduler_side_of(ChunkCatalogue(None, 1.0))
+    index = side._catalogue.index(NAMESPACE)
+    side._catalogue.add([believed, missing])
+    side.update(SimpleNamespace(finished_sending=None, kv_connector_worker_meta=report))
+    assert index.get(stored.key).source_position == 640 and missing.key not in index
+    # of what was computed a second time the first copy stays known
+    side._catalogue.add([believed])
+    assert index.get(stored.key).source_position == 640
+
+
+def test_a_chunk_that_could_not_be_read_once_is_found_again(tmp_path):
+    stage = PosixStage([tmp_path], 2**30)
+    assert all(stage.save(meta, torch.zeros(meta.shape)) for meta in map(chunk_meta, range(2)))
+    catalogue = ChunkCatalogue(stage, 0.05)
+    index = catalogue.index(NAMESPACE, 10)
+    keys = [chunk_meta(number).key for number in range(2)]
+    wait_for(lambda: len(index) == 2)
+    stage.folder_of(keys[1]).remove(NAMESPACE, keys[1])
+    catalogue.remove(NAMESPACE, keys)
+    wait_for(lambda: keys[0] in index)
+    assert keys[1] not in index
+    catalogue.close()
+
+
+def test_a_text_that_stands_twice_in_a_request_is_saved_once(worker):
+    saver = object.__new__(Saver)
+    saver._settings, saver._catalogue, saver._source_prefix = BlendSettings(), ChunkCatalogue(None, 1.0), "5e" * 4
+    saver._shape = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
+    tokens = np.concatenate([np.arange(64), np.arange(64), np.arange(64) + 9]).astype(np.int32)
+    chunks = saver._new_chunks(tokens, 0, len(tokens), NAMESPACE, "request", keep_tail=False)
+    assert [start for start, _ in chunks] == [meta.source_position for _, meta in chunks] == [0, 128]
+
+
 # ---- reports that come too late
 
 
 def test_a_report_of_an_aborted_request_leaves_nothing_behind():
-    side = object.__new__(SchedulerSide)
-    side._states, side._reading, side._world_size = {}, {}, 2
+    side = scheduler_side_of(ChunkCatalogue(None, 1.0))
     side._agree("aborted", np.ones(1, bool), 1)
     assert not side._reading

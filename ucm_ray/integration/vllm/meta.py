@@ -92,6 +92,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loaded_ranks: dict[str, int] = field(default_factory=dict)
     reports: dict[str, BlendReport] = field(default_factory=dict)
     saved: list[ChunkMeta] = field(default_factory=list)  # rank 0's; the KV is on its way to the store
+    stored: list[ChunkMeta] = field(default_factory=list)  # found in the store instead of what a plan was made from
     lost: list[tuple[str, str]] = field(default_factory=list)  # namespace, key: missing, corrupt or evicted
     disabled: str = ""  # the start-up self-check failed
     esa: Any = None
@@ -103,10 +104,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.loaded_ranks[request_id] = self.loaded_ranks.get(request_id, 0) + other.loaded_ranks[request_id]
         self.reports = {**other.reports, **self.reports}
         self.saved = self.saved or other.saved
+        self.stored = self.stored + other.stored
         self.lost = self.lost + other.lost
         self.disabled = self.disabled or other.disabled
         self.esa = self.esa if self.esa is not None else other.esa
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.reports or self.saved or self.lost or self.disabled or self.esa is not None)
+        return bool(self.loaded or self.reports or self.saved or self.stored or self.lost or self.disabled
+                    or self.esa is not None)

@@ -141,7 +141,7 @@ class Saver:
         size = self._settings.blend_chunk_size
         index = self._catalogue.index(namespace)
         source_id = new_source_id(self._source_prefix)
-        chunks = []
+        chunks: dict[str, tuple[int, ChunkMeta]] = {}
         for start in range(first, end, size):
             stop = min(start + size, end)
             if stop - start < size and not keep_tail:
@@ -150,12 +150,12 @@ class Saver:
                 continue
             text = tokens[start:stop]
             key = chunk_key(namespace, text)
-            if key in index:
+            if key in index or key in chunks:
                 continue
-            chunks.append((start, ChunkMeta(
+            chunks[key] = start, ChunkMeta(
                 key=key, namespace=namespace, token_ids=text, source_id=source_id, source_position=start,
-                context=context, context_key=context_key(namespace, tokens[:start]), **self._shape)))
-        return chunks
+                context=context, context_key=context_key(namespace, tokens[:start]), **self._shape)
+        return list(chunks.values())
 
     def _ingest(self, request: Request, state: RequestState, block_ids: np.ndarray, meta: BlendConnectorMeta) -> bool:
         """Text first seen in a blended request: computed anew behind the sink passage, in this request's own blocks.
@@ -172,12 +172,13 @@ class Saver:
         sink = np.asarray(self._sink[-min(room, len(self._sink)) :], np.int32)
         tokens = np.concatenate([sink, *texts])
         covered = self._covered(tokens, state)
-        chunks, start = [], len(sink)
+        found, start = {}, len(sink)
         for text in texts:
-            chunks += self._new_chunks(tokens, start, start + len(text), state.namespace.hex, "canonical",
-                                       keep_tail=True, covered=covered)
+            for at, chunk in self._new_chunks(tokens, start, start + len(text), state.namespace.hex, "canonical",
+                                              keep_tail=True, covered=covered):
+                found.setdefault(chunk.key, (at, chunk))
             start += len(text)
-        chunks = self._not_under_way(chunks, meta)
+        chunks = self._not_under_way(list(found.values()), meta)
         if not chunks:
             return False
         keys = frozenset(chunk.key for _, chunk in chunks)

@@ -263,6 +263,7 @@ class SchedulerSide:
             self._disabled = report.disabled
             logger.error("blending is off: %s", report.disabled)
         self._catalogue.add(report.saved)
+        self._catalogue.add(report.stored, replace=True)
         for namespace, key in report.lost:
             self._catalogue.remove(namespace, [key])
         for request_id, good in report.loaded.items():

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
-from ucm_ray.integration.vllm.blend_task import BlendTask
+from ucm_ray.integration.vllm.blend_task import BlendTask, is_of_source
 from ucm_ray.integration.vllm.meta import BlendConnectorMeta, IngestJob, SaveJob, WorkerReport
 from ucm_ray.integration.vllm.observer import QuestionObserver
 from ucm_ray.integration.vllm.paged_kv import PagedKV, paged_kv_for
@@ -232,8 +232,14 @@ class WorkerSide:
             return [None] * len(task.plan.chunks)
 
     def _note_lost(self, task: BlendTask) -> None:
-        self._report.lost += [(task.meta.namespace, chunk.source_block_id)
-                              for chunk, fine in zip(task.plan.chunks, task.good, strict=True) if not fine]
+        for chunk, found, fine in zip(task.plan.chunks, task.loaded, task.good, strict=True):
+            if fine:
+                continue
+            # several ranks may have it of several sources: then it is looked for anew
+            if found is not None and self._world_size == 1 and not is_of_source(chunk, found[0]):
+                self._report.stored.append(found[0])
+            else:
+                self._report.lost.append((task.meta.namespace, chunk.source_block_id))
 
     @property
     def _busy_tokens(self) -> int:
