@@ -61,6 +61,16 @@ def scheduler_side_of(catalogue: ChunkCatalogue) -> SchedulerSide:
     return side
 
 
+def saver_of(free_blocks: int) -> Saver:
+    """On a pool of 100 blocks."""
+    saver = object.__new__(Saver)
+    saver._settings, saver._catalogue, saver._source_prefix = BlendSettings(), ChunkCatalogue(None, 1.0), "5e" * 4
+    saver._shape = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
+    saver._esa, saver._block_size, saver._held, saver._ingests, saver._count = None, BLOCK, set(), {}, lambda *_: None
+    saver.bind_block_pool(SimpleNamespace(num_gpu_blocks=100, get_num_free_blocks=lambda: free_blocks))
+    return saver
+
+
 def wait_for(condition) -> None:
     deadline = time.monotonic() + 20
     while not condition():
@@ -201,12 +211,75 @@ def test_a_chunk_that_could_not_be_read_once_is_found_again(tmp_path):
 
 
 def test_a_text_that_stands_twice_in_a_request_is_saved_once(worker):
-    saver = object.__new__(Saver)
-    saver._settings, saver._catalogue, saver._source_prefix = BlendSettings(), ChunkCatalogue(None, 1.0), "5e" * 4
-    saver._shape = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
+    saver = saver_of(free_blocks=100)
     tokens = np.concatenate([np.arange(64), np.arange(64), np.arange(64) + 9]).astype(np.int32)
     chunks = saver._new_chunks(tokens, 0, len(tokens), NAMESPACE, "request", keep_tail=False)
     assert [start for start, _ in chunks] == [meta.source_position for _, meta in chunks] == [0, 128]
+
+
+# ---- blocks of finished requests
+
+
+@pytest.mark.parametrize("scheduled, prefilled, chunks", [(0, 0, 16), (300, 0, 2), (300, 64, 2), (600, 512, 8)])
+def test_a_step_copies_out_as_much_as_it_prefills(worker, scheduled, prefilled, chunks):
+    """And beside pure decode two chunks, however many requests decode."""
+    job = save_of(*map(chunk_meta, range(40)))
+    worker.after_forward(BlendConnectorMeta(saves=[job], num_scheduled_tokens=scheduled, num_prefill_tokens=prefilled))
+    assert len(worker.take_report().saved) == chunks and worker.get_finished(set()) == (None, None)
+
+
+def test_a_large_step_fills_the_queue_of_the_store_and_no_more(worker, monkeypatch):
+    gate, write = threading.Event(), worker._store.posix.save
+    monkeypatch.setattr(worker._store.posix, "save", lambda meta, kv: gate.wait(30) and write(meta, kv))
+    worker._store.save_queue_bytes = 5 * chunk_meta(0).payload_bytes
+    job = save_of(*map(chunk_meta, range(40)))
+    worker.after_forward(BlendConnectorMeta(saves=[job], num_scheduled_tokens=9000, num_prefill_tokens=9000))
+    gate.set()
+    report = worker.take_report()
+    assert len(report.saved) == 4 and not report.lost and len(job.chunks) == 36
+
+
+def test_scarce_blocks_are_released_unsaved_but_for_what_a_plan_or_a_request_wants(worker):
+    kept = save_of(*map(chunk_meta, range(50, 60)), request_id="kept")
+    kept.droppable = False
+    job = save_of(*map(chunk_meta, range(10)))
+    plan = plan_of(chunk_meta(2))
+    worker.after_forward(BlendConnectorMeta({"plan": plan}, saves=[job, kept], drop_saves=True, num_scheduled_tokens=9))
+    wait_for(lambda: not worker._tasks or worker.after_forward(BlendConnectorMeta(num_scheduled_tokens=9)))
+    report = worker.take_report()
+    assert report.reports["plan"].failed_chunks == 0 and "save" in worker.get_finished(set())[0]
+    assert sorted(report.lost) == sorted((NAMESPACE, chunk_meta(number).key) for number in range(3, 10))
+    while worker._saves:
+        worker.after_forward(BlendConnectorMeta(num_scheduled_tokens=9, drop_saves=True))
+    assert not worker.take_report().lost and worker.get_finished(set())[0] == {"kept"}
+
+
+def test_nothing_is_held_while_blocks_are_scarce_but_what_a_request_asks_for():
+    ids = list(range(200))
+    request = SimpleNamespace(
+        request_id="one", all_token_ids=ids, num_tokens=200, num_prompt_tokens=190, prompt_token_ids=ids[:190],
+        sampling_params=SimpleNamespace(prompt_logprobs=None), mm_features=[], prompt_embeds=None,
+        skip_reading_prefix_cache=False, lora_request=None, resumable=False)
+
+    def held(free_blocks: int, ingest_from: int | None = None) -> list[SaveJob]:
+        state = SimpleNamespace(controls=SimpleNamespace(save=None, ingest_from=ingest_from),
+                                namespace=SimpleNamespace(hex=NAMESPACE), receipt=SimpleNamespace(reused_tokens=0))
+        saver, meta = saver_of(free_blocks), BlendConnectorMeta()
+        assert saver.hold(request, state, np.arange(7), meta) == saver.has_held_requests == bool(meta.saves)
+        return meta.saves
+
+    assert not held(9) and [job.droppable for job in held(10)] == [True]
+    assert [job.droppable for job in held(9, ingest_from=64)] == [False]
+
+
+@pytest.mark.parametrize("free_blocks, held, dropped", [(9, {"one"}, True), (10, {"one"}, False), (9, set(), False)])
+def test_held_blocks_are_asked_back_when_they_become_scarce(free_blocks, held, dropped):
+    side = scheduler_side_of(ChunkCatalogue(None, 1.0))
+    side._saver, side._meta = saver_of(free_blocks), BlendConnectorMeta()
+    side._saver._held = held
+    step = SimpleNamespace(total_num_scheduled_tokens=515, num_scheduled_tokens={"a": 1, "b": 512, "c": 1, "d": 1})
+    meta = side.build_meta(step)
+    assert (meta.drop_saves, meta.num_prefill_tokens) == (dropped, 511)
 
 
 # ---- reports that come too late

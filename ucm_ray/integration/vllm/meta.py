@@ -36,6 +36,7 @@ class SaveJob:
     request_id: str
     block_ids: np.ndarray  # int64
     chunks: list[tuple[int, ChunkMeta]]  # position of the chunk's first token in the request, what to store
+    droppable: bool = True  # given up when blocks become scarce
     since_s: float = 0.0  # the worker's clock, when the job reached it
 
 
@@ -65,8 +66,10 @@ class BlendConnectorMeta(KVConnectorMetadata):
     ingests: list[IngestJob] = field(default_factory=list)
     urgent_ingests: list[str] = field(default_factory=list)  # of those sent before
     cancelled_ingests: list[str] = field(default_factory=list)
+    drop_saves: bool = False  # blocks are scarce: release those that only wait to be copied
     clear_store: bool = False
     num_scheduled_tokens: int = 0  # 0: nothing decodes or prefills in this step, the workers may take their time
+    num_prefill_tokens: int = 0  # of these, without one for each request
     esa: Any = None  # EsaStepMeta
 
 

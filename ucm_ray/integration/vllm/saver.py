@@ -36,7 +36,7 @@ logger = logging.getLogger("ucm_ray.blend")
 
 MAX_PENDING_INGESTS = 4
 INGEST_PATIENCE_S = 30.0  # blocks of a finished request are held at most that long for canonical ingest
-MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held
+MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held, except what a request asks to be stored
 MIN_INGEST_ROOM = 64
 MET_CHUNKS = 1 << 16  # keys of new text that are remembered, to know it again
 GAP_SINK_TOKENS = 400  # computed anew for each request whose gaps are stored, so the passage's end must do
@@ -94,6 +94,8 @@ class Saver:
         save = self._settings.save if state.controls.save is None else state.controls.save
         if not save or not len(block_ids) or unsupported_request(request):
             return False
+        if self.is_scarce and state.controls.ingest_from is None:
+            return False
         only_esa = self._esa is not None and not state.receipt.reused_tokens and self._esa.is_only_taint(request)
         if is_tainted(request) and not only_esa:
             held = self._ingest(request, state, block_ids, meta)
@@ -120,7 +122,7 @@ class Saver:
                                   "canonical" if canonical else "request", keep_tail=canonical, covered=covered)
         if not chunks:
             return False
-        meta.saves.append(SaveJob(request.request_id, block_ids, chunks))
+        meta.saves.append(SaveJob(request.request_id, block_ids, chunks, droppable=not canonical))
         # the workers copy before they read: whoever plans with these chunks from now on will find them
         self._catalogue.add(chunk for _, chunk in chunks)
         self._count("saved_tokens", sum(chunk.num_tokens for _, chunk in chunks))
@@ -222,13 +224,17 @@ class Saver:
     def has_held_requests(self) -> bool:
         return bool(self._held)
 
+    @property
+    def is_scarce(self) -> bool:
+        """Whether running requests need the blocks."""
+        return self._pool is not None and (
+            self._pool.get_num_free_blocks() < MIN_FREE_BLOCKS * self._pool.num_gpu_blocks)
+
     def impatient_ingests(self) -> list[str]:
         """Requests whose blocks are needed, or were held long enough: their ingest is given up."""
         if not self._ingests:
             return []
-        now = time.monotonic()
-        scarce = self._pool is not None and (
-            self._pool.get_num_free_blocks() < MIN_FREE_BLOCKS * self._pool.num_gpu_blocks)
+        now, scarce = time.monotonic(), self.is_scarce
         late = [request_id for request_id, ingest in self._ingests.items()
                 if scarce or now - ingest.since_s > INGEST_PATIENCE_S]
         for request_id in late:

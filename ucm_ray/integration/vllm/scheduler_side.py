@@ -243,12 +243,14 @@ class SchedulerSide:
         if self.esa is not None:
             meta.esa = self.esa.build_step(scheduler_output)
         meta.cancelled_ingests = self._saver.impatient_ingests()
+        meta.drop_saves = self._saver.has_held_requests and self._saver.is_scarce
         return self.take_meta(scheduler_output)
 
     def take_meta(self, scheduler_output: SchedulerOutput) -> BlendConnectorMeta:
         """What has been gathered: every accepted plan and held request must reach the workers, or it waits for ever."""
         meta, self._meta = self._meta, BlendConnectorMeta()
         meta.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        meta.num_prefill_tokens = meta.num_scheduled_tokens - len(scheduler_output.num_scheduled_tokens)
         return meta
 
     def update(self, output: KVConnectorOutput) -> None:

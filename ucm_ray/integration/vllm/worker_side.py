@@ -31,7 +31,7 @@ logger = logging.getLogger("ucm_ray.blend")
 IDLE_WAIT_S = 0.05  # an idle engine waits this long a step for files instead of spinning
 IDLE_TOKENS = 8192  # work of one idle step: a new request waits at most this long
 PASS_TOKENS = 512  # a pass of that many tokens is bound by arithmetic: sharing more gains nothing
-SAVE_TOKENS_PER_STEP = 128  # twice what an engine that decodes can prefill meanwhile
+SAVE_TOKENS_PER_STEP = 128  # beside pure decode: twice what such an engine can prefill meanwhile
 IDLE_SAVE_TOKENS = 1024
 SAVE_PATIENCE_S = 20.0
 BLOCKED_WAIT_S = 0.002
@@ -118,6 +118,8 @@ class WorkerSide:
         if meta.clear_store:
             self._clear_store()
         self._start_plans(meta)
+        if meta.drop_saves:
+            self._drop_saves()
         self._work(meta)
 
     def _work(self, meta: BlendConnectorMeta) -> None:
@@ -126,7 +128,8 @@ class WorkerSide:
         idle = meta.num_scheduled_tokens == 0
         self._accept_read_plans(meta, idle)
         self._run_tasks(IDLE_TOKENS if idle else self._busy_tokens)
-        self._run_saves(IDLE_SAVE_TOKENS if idle else SAVE_TOKENS_PER_STEP)
+        # as much as the step prefills: held blocks do not pile up
+        self._run_saves(IDLE_SAVE_TOKENS if idle else max(SAVE_TOKENS_PER_STEP, meta.num_prefill_tokens))
         if idle and self._saves and not self._tasks:
             time.sleep(BLOCKED_WAIT_S)  # leave the processor to the writing thread
         if not self._tasks:
@@ -181,6 +184,12 @@ class WorkerSide:
                 keys = [chunk.source_block_id for chunk in request.plan.chunks]
                 self._save_now(request.namespace, set(keys))
                 self._tasks[request_id].future = self._readers.submit(self._load, request.namespace, keys)
+
+    def _drop_saves(self) -> None:
+        for job in self._saves:
+            if job.droppable:
+                self._drop_save(job)
+        self._saves = [job for job in self._saves if not job.droppable]
 
     def _save_now(self, namespace: str, keys: set[str]) -> None:
         """A plan may name chunks that the scheduler has only just asked to save."""
@@ -361,7 +370,7 @@ class WorkerSide:
         blocks, for a time: a slow disk delays saving before it loses anything."""
         while self._saves and budget > 0:
             job = self._saves[0]
-            chunks, rest = take_chunks(job.chunks, budget)
+            chunks, rest = take_chunks(job.chunks, min(budget, SAVE_TOKENS_PER_STEP))  # never more than the queue
             if patient and chunks and not self._store.has_room(sum(meta.payload_bytes for _, meta in chunks)):
                 if time.monotonic() - job.since_s < SAVE_PATIENCE_S:
                     return
