@@ -215,8 +215,10 @@ class Saver:
         return texts
 
     def forget(self) -> None:
-        """No text was met before."""
+        """No text was met before, and the workers drop what they have not stored yet."""
         self._met.clear()
+        for ingest in self._ingests.values():
+            ingest.keys = frozenset()
 
     # ---- while blocks are held
 

@@ -77,6 +77,7 @@ class RequestState:
     plan: Plan | None = None  # of the latest admission
     loading: bool = False
     failed: str = ""  # why blending this request broke down
+    outdated: bool = False  # some of its KV was computed before the store was cleared
     gaps: list[tuple[int, int]] = field(default_factory=list)  # new text between what the accepted plan reuses
     reused_until: int | None = None  # where the last reused text of the accepted plan ends
     recomputed_ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -330,7 +331,8 @@ class SchedulerSide:
         held = False
         # a request aborted in mid-load: its blocks come back through finished_recving
         waits_for_load = state.loading and request.status not in FINISHED_NORMALLY
-        if not waits_for_load and request.status in FINISHED_NORMALLY and not self._disabled:
+        may_save = request.status in FINISHED_NORMALLY and not self._disabled and not state.outdated
+        if not waits_for_load and may_save:
             held = self._saver.hold(request, state, np.asarray(block_ids, np.int64), self._meta)
         if not state.receipt.reused_tokens:
             self._count("requests_not_blended", 1)
@@ -353,6 +355,9 @@ class SchedulerSide:
         """Forget every stored chunk (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
         self._meta.clear_store = True  # the workers' host memory, and what they have not written yet
         self._saver.forget()
+        for state in self._states.values():
+            state.chunks = None
+            state.outdated = state.outdated or state.request.num_computed_tokens > 0
         self._catalogue.clear(self._store.clear if self._store is not None else None)
         return True
 
