@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import subprocess
@@ -123,6 +124,33 @@ def test_what_is_given_to_the_background_is_kept_in_host_memory_without_a_copy(p
     again.close()
 
 
+def test_what_was_given_to_the_background_before_a_clear_does_not_come_back(pipeline, monkeypatch):
+    """Neither the chunk that is being written nor the ones behind it; those of other namespaces do not notice."""
+    gate, begun, save = threading.Event(), threading.Event(), pipeline.posix.save
+
+    def slow_save(meta, kv):
+        begun.set()
+        return gate.wait(30) and save(meta, kv)
+
+    monkeypatch.setattr(pipeline.posix, "save", slow_save)
+    before = [pipeline.save_async(*make_chunk(number)) for number in range(2)]
+    other = pipeline.save_async(*make_chunk(5, namespace=OTHER_NAMESPACE))
+    assert begun.wait(30)
+    pipeline.clear(NAMESPACE)
+    after = pipeline.save_async(*make_chunk(2))
+    gate.set()
+    assert [future.result(30) for future in (*before, other, after)] == [False, False, True, True]
+    assert pipeline.lookup(NAMESPACE, [key(number) for number in range(3)]).tolist() == [False, False, True]
+    assert [chunk_path(pipeline.posix, number).exists() for number in range(3)] == [False, False, True]
+    gate.clear()
+    begun.clear()
+    last = pipeline.save_async(*make_chunk(3))
+    assert begun.wait(30)
+    pipeline.clear()
+    gate.set()
+    assert not last.result(30) and not pipeline.lookup(NAMESPACE, [key(number) for number in range(4)]).any()
+
+
 def test_kv_of_another_shape_than_its_meta_is_kept_nowhere(pipeline):
     meta, kv = make_chunk(3)
     assert not pipeline.save_async(meta, kv[:, :, 1:].contiguous()).result(30)
@@ -235,6 +263,22 @@ def test_a_bad_layer_stops_its_chunk_and_no_other(pipeline):
     assert torch.equal(layers[2][1], kv_of(1)[2])
     assert reader.failed == {key(0)} and not path.exists()
     again.close()
+
+
+def test_a_bad_layer_of_a_file_that_cannot_be_removed_is_none_all_the_same(pipeline, monkeypatch):
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    fill(pipeline, 1)
+    path = chunk_path(pipeline.posix, 0)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    chunk = pipeline.posix.open_chunk(NAMESPACE, key(0))
+    monkeypatch.setattr(pipeline.posix.folder_of(key(0)), "remove", read_only)
+    assert chunk.read_layer(0) is not None and chunk.read_layer(2) is None
+    assert pipeline.posix.counters["corrupt"] == pipeline.posix.counters["read_errors"] == 1
+    chunk.close()
 
 
 def test_load_sync_is_the_seeds_call(pipeline):

@@ -455,6 +455,19 @@ def test_a_pass_that_fails_leaves_the_request_to_vllm(fresh, documents, rag, mon
     assert "out of luck" in receipt(output)["reason"] and receipt(output)["reused_tokens"] == 0
 
 
+def test_an_engine_that_failed_its_check_answers_as_plain_vllm(fresh, documents, rag, monkeypatch):
+    """The scheduler sends plans until it has heard of the check, which it never does here."""
+    prompt = rag([2, 0, 1])
+    plain = fresh.plain(prompt)
+    fresh.forget_prefixes()
+    fresh.ingest(documents[:3])
+    monkeypatch.setattr(fresh.worker, "_ready", False)
+    monkeypatch.setattr(fresh.worker, "_paged", None)
+    output = fresh.ask(prompt, ucm={"policy": "none"})
+    assert text_ids(output) == text_ids(plain)
+    assert "self-check" in receipt(output)["reason"] and receipt(output)["reused_tokens"] == 0
+
+
 def test_an_error_in_a_hook_never_reaches_the_engine(fresh, documents, rag, monkeypatch):
     fresh.ingest(documents[:3])
     prompt = rag([2, 0, 1])
@@ -556,6 +569,40 @@ def test_reset_with_the_connector_forgets_every_chunk(fresh, documents, rag):
     found = receipt(fresh.ask(rag([2, 0, 1]), 1, ucm={"save": False}))
     assert found["reused_tokens"] == 0
     assert not fresh.files()
+
+
+def test_nothing_computed_before_a_reset_with_the_connector_is_stored_after_it(fresh, documents, rag, monkeypatch):
+    """Not what waits in the blocks of a finished request, not what a running one has computed."""
+    from ucm_ray.integration.vllm import worker_side
+
+    monkeypatch.setattr(worker_side, "SAVE_TOKENS_PER_STEP", 1)
+    monkeypatch.setattr(worker_side, "IDLE_SAVE_TOKENS", 1)
+    engine, save = fresh.llm.llm_engine, {"blend": False, "save": True}
+    engine.add_request("running", {"prompt_token_ids": rag([3, 4])}, fresh.sampling(20, save))
+    engine.add_request("finished", {"prompt_token_ids": rag([0, 1, 2])}, fresh.sampling(1, save))
+    while not fresh.scheduler_side.has_held_requests:
+        engine.step()
+    engine.step()
+    engine.reset_prefix_cache(reset_connector=True)  # False: there are running requests
+    while engine.has_unfinished_requests():
+        engine.step()
+    fresh.settle()
+    assert not fresh.files() and not fresh.scheduler_side.has_held_requests
+    assert not len(fresh.scheduler_side._catalogue.index(fresh.scheduler_side._namespace.hex))
+    fresh.forget_prefixes()
+    fresh.ask(rag([0, 1, 2]), 1, ucm=save)
+    assert fresh.files()
+
+
+def test_a_text_that_stands_twice_in_a_stored_prompt_is_reused(fresh, documents):
+    twice = documents[0][:64]
+    fresh.ask(documents[1][:64] + twice + twice, 1, ucm={"blend": False, "save": True})
+    assert len(fresh.files()) == 2
+    for _ in range(2):
+        fresh.forget_prefixes()
+        prompt = fresh.tokens("Read this.\n") + twice + fresh.tokens("\nQuestion: What is it about?\nAnswer:")
+        found = receipt(fresh.ask(prompt, 1, ucm={"policy": "none", "save": False}))
+        assert found["reused_tokens"] >= 60 and not found["failed_chunks"]
 
 
 def test_turns_dropped_and_reordered_are_reused(fresh, documents):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,13 +35,14 @@ def pause_s(refresh_s: float, took_s: float) -> float:
 class StoreFollower:
     """What was stored and what vanished in the folders of `posix` since it was asked last; the first time, everything.
 
-    Only headers of new files are read. One thread at a time may ask; `forget` may be called by any.
+    Only headers of new files are read. One thread at a time may ask; `forget` and `doubt` may be called by any.
     """
 
     def __init__(self, posix: PosixStage) -> None:
         self._posix = posix
         self._suffix = f".{posix.rank}of{posix.world_size}.kv"
         self._shelves: dict[str, dict[str, _Shelf]] = {}  # namespace -> sub-folder -> what it held
+        self._doubted: dict[str, frozenset[str]] = {}  # namespace -> keys to look at again
 
     def changes(self) -> tuple[dict[str, list[ChunkMeta]], dict[str, list[str]]]:
         """`(metas of new chunks, keys of vanished ones)`, each by namespace, of all namespaces."""
@@ -60,11 +61,12 @@ class StoreFollower:
         A sub-folder counts as read once the next one is asked for. Headers of keys that are known are not read.
         """
         shelves = self._shelves.setdefault(namespace, {})
+        doubted = self._doubted.pop(namespace, frozenset())
         seen = set()
         for folder in self._posix.folders:
             for path in _subfolders(folder.root / namespace):
                 seen.add(path)
-                yield from self._read(namespace, path, shelves, is_known)
+                yield from self._read(namespace, path, shelves, is_known, doubted)
         for path in shelves.keys() - seen:
             yield FolderChange([], sorted(shelves[path].keys))
             shelves.pop(path, None)
@@ -76,17 +78,24 @@ class StoreFollower:
         else:
             self._shelves.pop(namespace, None)
 
-    def _read(self, namespace: str, path: str, shelves: dict[str, _Shelf],
-              is_known: Callable[[str], bool] | None) -> Iterator[FolderChange]:
+    def doubt(self, namespace: str, keys: Iterable[str]) -> None:
+        """Tell of these keys again if their files are here: they could not be loaded, but maybe only that once."""
+        self._doubted[namespace] = self._doubted.get(namespace, frozenset()).union(keys)
+
+    def _read(self, namespace: str, path: str, shelves: dict[str, _Shelf], is_known: Callable[[str], bool] | None,
+              doubted: frozenset[str]) -> Iterator[FolderChange]:
         before = shelves.get(path, _Shelf(0, frozenset()))
+        again = before.keys & doubted
         modified_ns = _modified_ns(path)
         if modified_ns is None or (
-            before.modified_ns == modified_ns and time.time_ns() - modified_ns > _SETTLED_NS
+            before.modified_ns == modified_ns and time.time_ns() - modified_ns > _SETTLED_NS and not again
         ):
             return
         found = {name.removesuffix(self._suffix) for name in _names(path) if name.endswith(self._suffix)}
-        added, keys = [], found & before.keys
-        for key in sorted(found - before.keys):
+        added, keys = [], (found & before.keys) - again
+        for key in sorted(found - keys):
+            if key in again and not self._posix.is_whole(namespace, key):
+                continue  # the next save completes it
             if is_known is None or not is_known(key):
                 header = self._posix.load_header(namespace, key)
                 if header is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Condition, Lock
@@ -54,6 +54,7 @@ class Pipeline(KVStage):
         self._loading: dict[tuple[str, str], Future[StoredChunk | None] | None] = {}
         self._loading_lock = Lock()
         self._removals = 0
+        self._clears: Counter[str | None] = Counter()  # by namespace, None: of everything
         for stage in self.stages[:-1]:
             stage.on_evict.append(lambda namespace, keys: self.counters.add("demotions", len(keys)))
         self.stages[-1].on_evict.append(self._vanished)
@@ -222,13 +223,22 @@ class Pipeline(KVStage):
         """Save in all stages; the last one's answer counts. Returns when the file is on the disk."""
         return self._save(meta, kv, lambda stage: stage.save(meta, kv))
 
-    def _save_given(self, meta: ChunkMeta, kv: torch.Tensor) -> bool:
-        """`save` of a tensor that is the store's own: host memory keeps it instead of a copy."""
+    def _save_given(self, meta: ChunkMeta, kv: torch.Tensor, generation: int) -> bool:
+        """`save` of a tensor that is the store's own: host memory keeps it instead of a copy. What was given before
+        the store was cleared does not come back."""
+        if generation != self._generation(meta.namespace):
+            return False
         kv = kv.contiguous()
         saved = self._save(
             meta, kv, lambda stage: stage.adopt(meta, kv) if isinstance(stage, CacheStage) else stage.save(meta, kv))
+        if generation != self._generation(meta.namespace):  # cleared while it was written
+            self.delete(meta.namespace, [meta.key])
+            return False
         self._pool.prepare(meta.shape, meta.torch_dtype, _BUFFERS_READY)
         return saved
+
+    def _generation(self, namespace: str) -> int:
+        return self._clears[None] + self._clears[namespace]
 
     def _save(self, meta: ChunkMeta, kv: torch.Tensor, save_in_front: Callable[[KVStage], bool]) -> bool:
         if self.stages[-1].holds(meta):
@@ -256,7 +266,7 @@ class Pipeline(KVStage):
                 return refused
             self._queued += 1
             self._queued_bytes += meta.payload_bytes
-        future = self._writer.submit(self._save_given, meta, kv)
+        future = self._writer.submit(self._save_given, meta, kv, self._generation(meta.namespace))
         future.add_done_callback(lambda _: self._saved(meta.payload_bytes))
         return future
 
@@ -286,6 +296,7 @@ class Pipeline(KVStage):
 
     def clear(self, namespace: str | None = None) -> int:
         self._removals += 1
+        self._clears[namespace] += 1
         return self._each(lambda stage: stage.clear(namespace))
 
     def pin(self, namespace: str, keys: Sequence[str]) -> None:

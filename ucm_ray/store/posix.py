@@ -46,11 +46,12 @@ class OpenChunk:
         """KV `[2, num_tokens, num_kv_heads, head_dim]`; None, counted, and the file removed, if it is not good."""
         stage, meta = self._stage, self.meta
         try:
-            return read_layer(self._handle, self._header, layer, stage.pool)
-        except BadChunkFile as error:
-            path = stage.folder_of(meta.key).path(meta.namespace, meta.key, stage.rank)
-            stage.discard(path, self._handle, meta.namespace, meta.key, error)
-        except OSError as error:
+            try:
+                return read_layer(self._handle, self._header, layer, stage.pool)
+            except BadChunkFile as error:
+                path = stage.folder_of(meta.key).path(meta.namespace, meta.key, stage.rank)
+                stage.discard(path, self._handle, meta.namespace, meta.key, error)
+        except OSError as error:  # of the removal too
             stage.counters.add("read_errors")
             logger.warning("a layer of chunk %s cannot be read: %s", meta.key, error)
         return None
@@ -236,6 +237,11 @@ class PosixStage(KVStage):
             return True
         origins = {self._origin(path) for path in folder.paths(meta.namespace, meta.key)}
         return len(origins) == 1 or self._origin(folder.path(meta.namespace, meta.key, self.rank)) == meta.origin
+
+    def is_whole(self, namespace: str, key: str) -> bool:
+        """Whether the files of all ranks are here, with good headers and of one source."""
+        origins = {self._origin(path) for path in self.folder_of(key).paths(namespace, key)}
+        return len(origins) == 1 and None not in origins
 
     @staticmethod
     def _origin(path: str) -> tuple[str, int] | None:

@@ -17,7 +17,7 @@ from ucm_ray.blend.policies import get_policy, positions_to_ranges
 from ucm_ray.integration.vllm.meta import BlendReport, BlendRequestMeta
 from ucm_ray.integration.vllm.paged_kv import PagedKV
 from ucm_ray.integration.vllm.virtual_sequences import Row
-from ucm_ray.store.base import StoredChunk
+from ucm_ray.store.base import ChunkMeta, StoredChunk
 
 MIN_HIDDEN_TOKENS = 64  # less is not worth it
 PLACING_COST = 1 / 16  # placing a token's KV costs about that part of computing the token
@@ -44,8 +44,9 @@ class BlendTask:
     work is cut in ascending order of positions, so that any cutting gives the same result: a token only looks left.
     """
 
-    def __init__(self, meta: BlendRequestMeta, paged: PagedKV, future: Future[Loaded]) -> None:
-        self.meta, self.paged, self.future = meta, paged, future
+    def __init__(self, meta: BlendRequestMeta, paged: PagedKV) -> None:
+        self.meta, self.paged = meta, paged
+        self.future: Future[Loaded] = Future()
         self.plan: Plan = meta.plan
         self.phase = "reading"
         self.policy = get_policy(self.plan.policy)
@@ -76,8 +77,7 @@ class BlendTask:
         heads = (self.paged.num_kv_heads, self.paged.head_dim)
         if kv.shape[0] != len(self.paged.names) or tuple(kv.shape[3:]) != heads:
             return False
-        # the file may have been replaced by the same text computed elsewhere
-        if meta.source_position + offset != chunk.source_position or meta.context_key != chunk.context_key:
+        if not is_of_source(chunk, meta):
             return False
         stored = meta.token_ids[offset : offset + length]
         prompt = self.meta.token_ids[chunk.start_idx : chunk.end_idx]
@@ -210,6 +210,11 @@ class BlendTask:
         failed_tokens = self.meta.plan.reused_tokens - self.plan.reused_tokens
         return BlendReport(self.recomputed_tokens, self.failed_chunks, failed_tokens, self.load_s * 1e3,
                            self.recompute_s * 1e3, self.passes, self.error, self.recomputed_ranges)
+
+
+def is_of_source(chunk: Chunk, meta: ChunkMeta) -> bool:
+    """False if the store holds the same text computed elsewhere: it keeps the first copy, or a file was replaced."""
+    return meta.source_position + chunk.source_offset == chunk.source_position and meta.context_key == chunk.context_key
 
 
 def without_chunks(plan: Plan, bad: list[Chunk]) -> Plan:

@@ -70,30 +70,34 @@ class ChunkCatalogue:
         if self._follower is not None:
             self._follower.forget(namespace)
 
-    def add(self, metas: Iterable[ChunkMeta]) -> None:
+    def add(self, metas: Iterable[ChunkMeta], replace: bool = False) -> None:
+        """`replace`: what is known of these keys is wrong."""
         by_namespace: dict[str, list[ChunkRecord]] = {}
         for meta in metas:
             by_namespace.setdefault(meta.namespace, []).append(record_of(meta))
         for namespace, records in by_namespace.items():
             index = self._indexes.get(namespace)
             if index is not None:
-                self._update(index, add=records)
+                self._update(index, add=records, replace=replace)
 
     def _update(self, index: ChunkIndex, add: list[ChunkRecord] | None = None, remove: Iterable[str] = (),
-                generation: int | None = None) -> bool:
+                generation: int | None = None, replace: bool = False) -> bool:
         """An index has one writer at a time; readers need no lock. False if everything was forgotten meanwhile."""
         with self._writing:
             if generation is not None and generation != self._generation:
                 return False
             if add:
-                index.add([record for record in add if record.key not in index])
+                index.add(add if replace else [record for record in add if record.key not in index])
             index.remove([key for key in remove if key in index])
             return True
 
     def remove(self, namespace: str, keys: Iterable[str]) -> None:
+        """Forget chunks that could not be loaded, until the store is seen to hold them all the same."""
         index = self._indexes.get(namespace)
         if index is not None:
             self._update(index, remove=keys)
+            if self._follower is not None:
+                self._follower.doubt(namespace, keys)
 
     def clear(self, clear_store: Callable[[], object] | None = None) -> None:
         """Empty every index; `clear_store` removes the files, so that nobody reads their names in between."""

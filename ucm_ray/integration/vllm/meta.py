@@ -36,6 +36,7 @@ class SaveJob:
     request_id: str
     block_ids: np.ndarray  # int64
     chunks: list[tuple[int, ChunkMeta]]  # position of the chunk's first token in the request, what to store
+    droppable: bool = True  # given up when blocks become scarce
     since_s: float = 0.0  # the worker's clock, when the job reached it
 
 
@@ -65,9 +66,10 @@ class BlendConnectorMeta(KVConnectorMetadata):
     ingests: list[IngestJob] = field(default_factory=list)
     urgent_ingests: list[str] = field(default_factory=list)  # of those sent before
     cancelled_ingests: list[str] = field(default_factory=list)
-    dropped_chunks: list[tuple[str, list[str]]] = field(default_factory=list)  # namespace, keys: forget them
+    drop_saves: bool = False  # blocks are scarce: release those that only wait to be copied
     clear_store: bool = False
     num_scheduled_tokens: int = 0  # 0: nothing decodes or prefills in this step, the workers may take their time
+    num_prefill_tokens: int = 0  # of these, without one for each request
     esa: Any = None  # EsaStepMeta
 
 
@@ -93,6 +95,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loaded_ranks: dict[str, int] = field(default_factory=dict)
     reports: dict[str, BlendReport] = field(default_factory=dict)
     saved: list[ChunkMeta] = field(default_factory=list)  # rank 0's; the KV is on its way to the store
+    stored: list[ChunkMeta] = field(default_factory=list)  # found in the store instead of what a plan was made from
     lost: list[tuple[str, str]] = field(default_factory=list)  # namespace, key: missing, corrupt or evicted
     disabled: str = ""  # the start-up self-check failed
     esa: Any = None  # EsaReport
@@ -104,10 +107,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.loaded_ranks[request_id] = self.loaded_ranks.get(request_id, 0) + other.loaded_ranks[request_id]
         self.reports = {**other.reports, **self.reports}
         self.saved = self.saved or other.saved
+        self.stored = self.stored + other.stored
         self.lost = self.lost + other.lost
         self.disabled = self.disabled or other.disabled
         self.esa = self.esa.aggregate(other.esa) if self.esa is not None else other.esa
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.reports or self.saved or self.lost or self.disabled or self.esa is not None)
+        return bool(self.loaded or self.reports or self.saved or self.stored or self.lost or self.disabled
+                    or self.esa is not None)

@@ -36,7 +36,7 @@ logger = logging.getLogger("ucm_ray.blend")
 
 MAX_PENDING_INGESTS = 4
 INGEST_PATIENCE_S = 30.0  # blocks of a finished request are held at most that long for canonical ingest
-MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held
+MIN_FREE_BLOCKS = 0.1  # below this share of free blocks nothing is held, except what a request asks to be stored
 MIN_INGEST_ROOM = 64
 GAP_SINK_TOKENS = 400  # computed anew for each request whose gaps are stored, so the passage's end must do
 
@@ -93,6 +93,8 @@ class Saver:
         save = self._settings.save if state.controls.save is None else state.controls.save
         if not save or not len(block_ids) or unsupported_request(request):
             return False
+        if self.is_scarce and state.controls.ingest_from is None:
+            return False
         only_esa = self._esa is not None and not state.receipt.reused_tokens and self._esa.is_only_taint(request)
         if is_tainted(request) and not only_esa:
             held = self._ingest(request, state, block_ids, meta)
@@ -119,7 +121,7 @@ class Saver:
                                   "canonical" if canonical else "request", keep_tail=canonical, covered=covered)
         if not chunks:
             return False
-        meta.saves.append(SaveJob(request.request_id, block_ids, chunks))
+        meta.saves.append(SaveJob(request.request_id, block_ids, chunks, droppable=not canonical))
         # the workers copy before they read: whoever plans with these chunks from now on will find them
         self._catalogue.add(chunk for _, chunk in chunks)
         self._count("saved_tokens", sum(chunk.num_tokens for _, chunk in chunks))
@@ -140,7 +142,7 @@ class Saver:
         size = self._settings.blend_chunk_size
         index = self._catalogue.index(namespace)
         source_id = new_source_id(self._source_prefix)
-        chunks = []
+        chunks: dict[str, tuple[int, ChunkMeta]] = {}
         for start in range(first, end, size):
             stop = min(start + size, end)
             if stop - start < size and not keep_tail:
@@ -149,12 +151,12 @@ class Saver:
                 continue
             text = tokens[start:stop]
             key = chunk_key(namespace, text)
-            if key in index:
+            if key in index or key in chunks:
                 continue
-            chunks.append((start, ChunkMeta(
+            chunks[key] = start, ChunkMeta(
                 key=key, namespace=namespace, token_ids=text, source_id=source_id, source_position=start,
-                context=context, context_key=context_key(namespace, tokens[:start]), **self._shape)))
-        return chunks
+                context=context, context_key=context_key(namespace, tokens[:start]), **self._shape)
+        return list(chunks.values())
 
     def _ingest(self, request: Request, state: RequestState, block_ids: np.ndarray, meta: BlendConnectorMeta) -> bool:
         """Text first seen in a blended request: computed anew behind the sink passage, in this request's own blocks.
@@ -172,12 +174,13 @@ class Saver:
         sink = np.asarray(self._sink[-min(room, len(self._sink)) :], np.int32)
         tokens = np.concatenate([sink, *texts])
         covered = self._covered(tokens, state)
-        chunks, start = [], len(sink)
+        found, start = {}, len(sink)
         for text in texts:
-            chunks += self._new_chunks(tokens, start, start + len(text), state.namespace.hex, "canonical",
-                                       keep_tail=True, covered=covered)
+            for at, chunk in self._new_chunks(tokens, start, start + len(text), state.namespace.hex, "canonical",
+                                              keep_tail=True, covered=covered):
+                found.setdefault(chunk.key, (at, chunk))
             start += len(text)
-        chunks = self._not_under_way(chunks, meta)
+        chunks = self._not_under_way(list(found.values()), meta)
         if not chunks:
             return False
         keys = frozenset(chunk.key for _, chunk in chunks)
@@ -210,19 +213,29 @@ class Saver:
                 texts.append(last)
         return texts
 
+    def forget(self) -> None:
+        """No text was met before, and the workers drop what they have not stored yet."""
+        self.met.clear()
+        for ingest in self._ingests.values():
+            ingest.keys = frozenset()
+
     # ---- while blocks are held
 
     @property
     def has_held_requests(self) -> bool:
         return bool(self._held)
 
+    @property
+    def is_scarce(self) -> bool:
+        """Whether running requests need the blocks."""
+        return self._pool is not None and (
+            self._pool.get_num_free_blocks() < MIN_FREE_BLOCKS * self._pool.num_gpu_blocks)
+
     def impatient_ingests(self) -> list[str]:
         """Requests whose blocks are needed, or were held long enough: their ingest is given up."""
         if not self._ingests:
             return []
-        now = time.monotonic()
-        scarce = self._pool is not None and (
-            self._pool.get_num_free_blocks() < MIN_FREE_BLOCKS * self._pool.num_gpu_blocks)
+        now, scarce = time.monotonic(), self.is_scarce
         late = [request_id for request_id, ingest in self._ingests.items()
                 if scarce or now - ingest.since_s > INGEST_PATIENCE_S]
         for request_id in late:

@@ -78,6 +78,7 @@ class RequestState:
     loading: bool = False
     declined_by_cost: bool = False
     failed: str = ""  # why blending this request broke down
+    outdated: bool = False  # some of its KV was computed before the store was cleared
     gaps: list[tuple[int, int]] = field(default_factory=list)  # new text between what the accepted plan reuses
     reused_until: int | None = None  # where the last reused text of the accepted plan ends
     recomputed_ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -255,12 +256,14 @@ class SchedulerSide:
         if self.esa is not None:
             meta.esa = self.esa.build_step(scheduler_output)
         meta.cancelled_ingests = self._saver.impatient_ingests()
+        meta.drop_saves = self._saver.has_held_requests and self._saver.is_scarce
         return self.take_meta(scheduler_output)
 
     def take_meta(self, scheduler_output: SchedulerOutput) -> BlendConnectorMeta:
         """What has been gathered: every accepted plan and held request must reach the workers, or it waits for ever."""
         meta, self._meta = self._meta, BlendConnectorMeta()
         meta.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        meta.num_prefill_tokens = meta.num_scheduled_tokens - len(scheduler_output.num_scheduled_tokens)
         return meta
 
     def update(self, output: KVConnectorOutput) -> None:
@@ -275,6 +278,7 @@ class SchedulerSide:
             self._disabled = report.disabled
             logger.error("blending is off: %s", report.disabled)
         self._catalogue.add(report.saved)
+        self._catalogue.add(report.stored, replace=True)
         for namespace, key in report.lost:
             self._catalogue.remove(namespace, [key])
         for request_id, good in report.loaded.items():
@@ -284,6 +288,8 @@ class SchedulerSide:
 
     def _agree(self, request_id: str, good: np.ndarray, ranks: int) -> None:
         """Start a plan once every rank has read its files; a chunk counts if all ranks have it."""
+        if request_id not in self._states:  # aborted meanwhile
+            return
         reading = self._reading.setdefault(request_id, _Reading())
         reading.ranks += ranks
         reading.good = good if reading.good is None else reading.good & good
@@ -337,7 +343,8 @@ class SchedulerSide:
         held = False
         # a request aborted in mid-load: its blocks come back through finished_recving
         waits_for_load = state.loading and request.status not in FINISHED_NORMALLY
-        if not waits_for_load and request.status in FINISHED_NORMALLY and not self._disabled:
+        may_save = request.status in FINISHED_NORMALLY and not self._disabled and not state.outdated
+        if not waits_for_load and may_save:
             held = self._saver.hold(request, state, np.asarray(block_ids, np.int64), self._meta)
         if not state.receipt.reused_tokens:
             self._count("requests_not_blended", 1)
@@ -359,7 +366,10 @@ class SchedulerSide:
     def reset(self) -> bool:
         """Forget every stored chunk (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
         self._meta.clear_store = True  # the workers' host memory, and what they have not written yet
-        self._saver.met.clear()
+        self._saver.forget()
+        for state in self._states.values():
+            state.chunks = None
+            state.outdated = state.outdated or state.request.num_computed_tokens > 0
         self._catalogue.clear(self._store.clear if self._store is not None else None)
         return True
 

@@ -14,11 +14,11 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
-from ucm_ray.integration.vllm.blend_task import BlendTask, Loaded
+from ucm_ray.integration.vllm.blend_task import BlendTask, Loaded, is_of_source
 from ucm_ray.integration.vllm.esa_meta import EsaReport
 from ucm_ray.integration.vllm.meta import BlendConnectorMeta, IngestJob, SaveJob, WorkerReport
 from ucm_ray.integration.vllm.observer import QuestionObserver
-from ucm_ray.integration.vllm.paged_kv import paged_kv_for
+from ucm_ray.integration.vllm.paged_kv import PagedKV, paged_kv_for
 from ucm_ray.integration.vllm.placement import make_placer, slots_of
 from ucm_ray.integration.vllm.plugin import root_module
 from ucm_ray.integration.vllm.self_check import check_engine
@@ -32,7 +32,7 @@ logger = logging.getLogger("ucm_ray.blend")
 IDLE_WAIT_S = 0.05  # an idle engine waits this long a step for files instead of spinning
 IDLE_TOKENS = 8192  # work of one idle step: a new request waits at most this long
 PASS_TOKENS = 512  # a pass of that many tokens is bound by arithmetic: sharing more gains nothing
-SAVE_TOKENS_PER_STEP = 128  # twice what an engine that decodes can prefill meanwhile
+SAVE_TOKENS_PER_STEP = 128  # beside pure decode: twice what such an engine can prefill meanwhile
 IDLE_SAVE_TOKENS = 1024
 SAVE_PATIENCE_S = 20.0
 BLOCKED_WAIT_S = 0.002
@@ -54,6 +54,8 @@ class WorkerSide:
         self._store.on_evict.append(self._on_evict)
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="ucm-read")
         self._ready = False
+        self._paged: PagedKV | None = None
+        self._block_ratio = 1  # blocks of the attention kernel in one of the scheduler's
         self._tasks: dict[str, BlendTask] = {}
         self._saves: list[SaveJob] = []
         self._ingests: dict[str, IngestJob] = {}
@@ -89,6 +91,11 @@ class WorkerSide:
         except Exception as error:
             logger.exception("blending is off: this engine cannot be used for it")
             self._report.disabled = f"self-check failed: {error}"
+        if self._world_size > 1:
+            # one rank that works would wait for ever for one that does not
+            ready = torch.tensor(int(self._ready))
+            torch.distributed.all_reduce(ready, torch.distributed.ReduceOp.MIN, get_tp_group().cpu_group)
+            self._ready = bool(ready)
         if self._settings.esa.enabled:
             self._start_esa(kv_caches)
 
@@ -107,6 +114,14 @@ class WorkerSide:
     def after_forward(self, meta: BlendConnectorMeta) -> None:
         """Work of this step; the engine's own forward has been submitted."""
         self._take(meta)
+        if not self._ready:  # the scheduler hears of it only with the first step's report
+            self.abandon(RuntimeError("this engine failed its self-check"))
+            return
+        if meta.clear_store:
+            self._clear_store()
+        self._start_plans(meta)
+        if meta.drop_saves:
+            self._drop_saves()
         self._work(meta)
 
     def _work(self, meta: BlendConnectorMeta) -> None:
@@ -115,36 +130,37 @@ class WorkerSide:
         idle = meta.num_scheduled_tokens == 0
         self._accept_read_plans(meta, idle)
         self._run_tasks(IDLE_TOKENS if idle else self._busy_tokens)
-        self._run_saves(IDLE_SAVE_TOKENS if idle else SAVE_TOKENS_PER_STEP)
+        # as much as the step prefills: held blocks do not pile up
+        self._run_saves(IDLE_SAVE_TOKENS if idle else max(SAVE_TOKENS_PER_STEP, meta.num_prefill_tokens))
         if idle and self._saves and not self._tasks:
             time.sleep(BLOCKED_WAIT_S)  # leave the processor to the writing thread
         if not self._tasks:
             self._run_ingests(idle)
 
     def abandon(self, error: Exception) -> None:
-        """A step broke down: give every plan and every held request back, so that nothing waits for us."""
+        """Give every plan and every held request back, so that nothing waits for us."""
         for request_id, task in list(self._tasks.items()):
             self._fail(task, error)
             self._report.reports[request_id] = task.report()
             self._finished_recving.add(request_id)
-        self._finished_sending.update(job.request_id for job in self._saves)
+        for job in self._saves:
+            self._drop_save(job)
         self._finished_sending.update(self._ingests)
         self._tasks, self._saves, self._ingests = {}, [], {}
 
+    def _drop_save(self, job: SaveJob) -> None:
+        """What was not copied out stays unsaved."""
+        self._report.lost += [(meta.namespace, meta.key) for _, meta in job.chunks]
+        self._finished_sending.add(job.request_id)
+
     def _take(self, meta: BlendConnectorMeta) -> None:
-        if meta.clear_store:
-            self._store.clear()
-        for namespace, keys in meta.dropped_chunks:
-            self._store.delete(namespace, keys)
+        """Note all that the scheduler waits for before anything can fail, so that `abandon` knows of it."""
         for job in meta.saves:
             job.block_ids, job.since_s = self._kernel_blocks(job.block_ids), time.monotonic()
             self._saves.append(job)
         for request_id, request in meta.request_metas.items():
             request.block_ids = self._kernel_blocks(request.block_ids)
-            keys = [chunk.source_block_id for chunk in request.plan.chunks]
-            self._save_now(request.namespace, set(keys))
-            future = self._readers.submit(self._timed_load, request.namespace, keys)
-            self._tasks[request_id] = BlendTask(request, getattr(self, "_paged", None), future)
+            self._tasks[request_id] = BlendTask(request, self._paged)
         for job in meta.ingests:
             job.block_ids = self._kernel_blocks(job.block_ids)
             self._ingests[job.request_id] = job
@@ -154,6 +170,28 @@ class WorkerSide:
         for request_id in meta.cancelled_ingests:
             if self._ingests.pop(request_id, None) is not None:
                 self._finished_sending.add(request_id)
+
+    def _clear_store(self) -> None:
+        """Forget all KV, also what is on its way in or out: it may be that of other weights."""
+        self.abandon(RuntimeError("the store was cleared"))
+        self._unwritten, self._sink, self._report.saved = {}, None, []
+        try:
+            self._store.clear()
+        except Exception:
+            logger.exception("the store could not be cleared")
+
+    def _start_plans(self, meta: BlendConnectorMeta) -> None:
+        for request_id, request in meta.request_metas.items():
+            if request_id in self._tasks:
+                keys = [chunk.source_block_id for chunk in request.plan.chunks]
+                self._save_now(request.namespace, set(keys))
+                self._tasks[request_id].future = self._readers.submit(self._timed_load, request.namespace, keys)
+
+    def _drop_saves(self) -> None:
+        for job in self._saves:
+            if job.droppable:
+                self._drop_save(job)
+        self._saves = [job for job in self._saves if not job.droppable]
 
     def _save_now(self, namespace: str, keys: set[str]) -> None:
         """A plan may name chunks that the scheduler has only just asked to save."""
@@ -174,7 +212,7 @@ class WorkerSide:
 
     def _kernel_blocks(self, block_ids: np.ndarray) -> np.ndarray:
         """The scheduler's blocks in units of the attention kernel's, which may be smaller."""
-        ratio = getattr(self, "_block_ratio", 1)
+        ratio = self._block_ratio
         if ratio == 1:
             return block_ids
         return (block_ids[:, None] * ratio + np.arange(ratio)).reshape(-1)
@@ -209,8 +247,14 @@ class WorkerSide:
             return Loaded([None] * len(task.plan.chunks))
 
     def _note_lost(self, task: BlendTask) -> None:
-        self._report.lost += [(task.meta.namespace, chunk.source_block_id)
-                              for chunk, fine in zip(task.plan.chunks, task.good, strict=True) if not fine]
+        for chunk, found, fine in zip(task.plan.chunks, task.loaded, task.good, strict=True):
+            if fine:
+                continue
+            # several ranks may have it of several sources: then it is looked for anew
+            if found is not None and self._world_size == 1 and not is_of_source(chunk, found[0]):
+                self._report.stored.append(found[0])
+            else:
+                self._report.lost.append((task.meta.namespace, chunk.source_block_id))
 
     @property
     def _busy_tokens(self) -> int:
@@ -319,10 +363,9 @@ class WorkerSide:
             return otherwise
 
     def _fail(self, task: BlendTask, error: Exception) -> None:
-        first = task.plan.start // self._paged.block_size
-        last = -(-task.plan.end // self._paged.block_size)
-        ratio = getattr(self, "_block_ratio", 1)
-        self._invalid_blocks.update(int(block) // ratio for block in task.meta.block_ids[first:last])
+        size = self._config.cache_config.block_size // self._block_ratio
+        blocks = task.meta.block_ids[task.plan.start // size : -(-task.plan.end // size)]
+        self._invalid_blocks.update(int(block) // self._block_ratio for block in blocks)
         task.error = f"{type(error).__name__}: {error}"
         task.phase, task._todo = "done", []
 
@@ -333,12 +376,12 @@ class WorkerSide:
         blocks, for a time: a slow disk delays saving before it loses anything."""
         while self._saves and budget > 0:
             job = self._saves[0]
-            chunks, rest = take_chunks(job.chunks, budget)
+            chunks, rest = take_chunks(job.chunks, min(budget, SAVE_TOKENS_PER_STEP))  # never more than the queue
             if patient and chunks and not self._store.has_room(sum(meta.payload_bytes for _, meta in chunks)):
                 if time.monotonic() - job.since_s < SAVE_PATIENCE_S:
                     return
-                self._report.lost += [(meta.namespace, meta.key) for _, meta in job.chunks]
-                chunks = rest = []
+                self._drop_save(self._saves.pop(0))
+                continue
             job.chunks = rest
             budget -= sum(meta.num_tokens for _, meta in chunks)
             self._save_chunks(job.block_ids, chunks)
@@ -347,7 +390,7 @@ class WorkerSide:
                 self._finished_sending.add(job.request_id)
 
     def _save_chunks(self, block_ids: np.ndarray, chunks) -> None:
-        if not chunks or not self._ready:
+        if not chunks:
             return
         try:
             for start, meta in chunks:
@@ -358,12 +401,14 @@ class WorkerSide:
             logger.exception("saving %d chunks failed; they stay unsaved", len(chunks))
 
     def _save(self, meta: ChunkMeta, kv: torch.Tensor) -> None:
-        name = (meta.namespace, meta.key)
-        self._unwritten[name] = (meta, kv)
+        name, chunk = (meta.namespace, meta.key), (meta, kv)
+        self._unwritten[name] = chunk
         if self._rank == 0:
             self._report.saved.append(meta)
 
         def written(future) -> None:
+            if self._unwritten.get(name) is not chunk:
+                return  # forgotten with the store
             self._unwritten.pop(name, None)
             if future.cancelled() or future.exception() is not None or not future.result():
                 self._report.lost.append(name)
