@@ -292,6 +292,8 @@ class ChunkDirectory:
             # a pin left behind would hold the same text when it is stored again
             await asyncio.to_thread(self._pins.set, namespace, keys, False)
             await asyncio.to_thread(self._store.delete, namespace, keys)
+            # stored again before the folder is read again, it looks as if it had never gone
+            self._follower.doubt(namespace, keys)
         await self._tell_nodes("delete", namespace, keys)
         return len(self._table.remove(namespace, keys))
 

@@ -66,7 +66,10 @@ class ChunkSource:
 
     def delete(self, namespace: str, keys: list[str]) -> int:
         self.unpin(namespace, keys)
-        return self._store.delete(namespace, keys)
+        deleted = self._store.delete(namespace, keys)
+        # stored again before the folder is read again, it looks as if it had never gone
+        self._follower.doubt(namespace, keys)
+        return deleted
 
     def pin(self, namespace: str, keys: list[str]) -> None:
         """Until taken back, whoever writes to this folder and whatever is restarted."""

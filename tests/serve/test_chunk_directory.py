@@ -165,6 +165,15 @@ def test_the_directory_finds_what_engines_store_and_deletes_it_in_the_shared_fol
     assert ask(directory.chunks(OTHER))[0] == 1, "another namespace lost its chunk"
 
 
+def test_a_chunk_deleted_and_stored_again_between_two_looks_is_found(store_config, engine_store):
+    engine_store.save(*meta_and_kv(1))
+    directory = ChunkDirectory(store_config, refresh_s=3600)
+    assert ask(directory.delete(SPACE, keys(1))) == 1
+    engine_store.save(*meta_and_kv(1))
+    ask(directory.reread())
+    assert ask(directory.chunks(SPACE))[0] == 1
+
+
 def test_deleting_a_key_twice_in_one_request_counts_it_once(store_config, engine_store):
     engine_store.save(*meta_and_kv(1))
     directory = ChunkDirectory(store_config, refresh_s=3600)
