@@ -120,9 +120,10 @@ def test_a_chunk_of_one_node_is_reused_on_another_with_a_folder_of_its_own(clust
 
 
 def test_chunks_that_only_a_dead_node_had_leave_the_directory(cluster, tmp_path):
-    node = cluster.add_node(num_cpus=1, resources={"mortal": 1}, object_store_memory=10**8)
     config = store_config(tmp_path / "mortal", store_pipeline="Cache|Peers", directory="mortal-node")
     directory = start_directory(config)
+    ray.get(directory.epoch.remote(), timeout=120)  # it runs, and not on the node that dies
+    node = cluster.add_node(num_cpus=1, resources={"mortal": 1}, object_store_memory=10**8)
     engine = Engine.options(resources={"mortal": 0.1}).remote(config)
     assert ray.get(engine.save.remote(1, 7.0), timeout=240)
     eventually(lambda: ray.get(directory.owners.remote(SPACE, keys(1)))[0], 60)

@@ -200,7 +200,7 @@ def test_a_chunk_that_could_not_be_read_once_is_found_again(tmp_path):
     stage = PosixStage([tmp_path], 2**30)
     assert all(stage.save(meta, torch.zeros(meta.shape)) for meta in map(chunk_meta, range(2)))
     catalogue = ChunkCatalogue(stage, 0.05)
-    index = catalogue.index(NAMESPACE, 10)
+    index = catalogue.index(NAMESPACE)
     keys = [chunk_meta(number).key for number in range(2)]
     wait_for(lambda: len(index) == 2)
     stage.folder_of(keys[1]).remove(NAMESPACE, keys[1])
