@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from cachetools import LRUCache
 
 CAPACITY = 1 << 16  # chunks that are remembered
-DECAY = 0.99  # of the counts, each time new text is met
+DECAY = 0.9  # of the counts, each time new text is met: the last ten requests or so count
 LEAST = 8  # chunks that must have come again before anything is concluded from it
 
 

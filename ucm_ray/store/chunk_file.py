@@ -34,7 +34,7 @@ _CHECKSUM = struct.Struct("<Q")
 _BLOCK_START = _PREFIX.size + _CHECKSUM.size
 _PAGE = 4096
 # a piece is still in the processor's cache when it is checksummed; smaller ones cost more calls
-_PIECE_BYTES = 1024 * 1024
+_PIECE_BYTES = 2 * 1024 * 1024
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
 
 
