@@ -9,6 +9,8 @@ from openai import OpenAI
 
 from ucm_ray.bench.data import load_documents
 from ucm_ray.client import Client
+from ucm_ray.serve.directory_copy import DirectoryCopy
+from ucm_ray.serve.residency import Residency
 
 KEYS = ("first-key", "second-key")
 SYSTEM = "You answer questions about the documents you are given."
@@ -100,6 +102,17 @@ def documents():
 def messages_of(documents, question: str) -> list[dict]:
     text = "".join(document.stored_text for document in documents)
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{text}Question: {question}"}]
+
+
+@pytest.fixture
+def copy():
+    """The ingress' copy of a directory that nobody runs: tests tell it what there is."""
+    def nobody():
+        raise ValueError("no directory")
+
+    copy = DirectoryCopy(nobody, 16, Residency(capacity_bytes=10_000))
+    yield copy
+    copy.close()
 
 
 def eventually(check, timeout_s: float = 15.0):

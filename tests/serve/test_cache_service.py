@@ -12,9 +12,7 @@ from ucm_ray.integration.vllm.controls import SWITCHED_OFF
 from ucm_ray.keys import Namespace, chunk_key
 from ucm_ray.serve import api
 from ucm_ray.serve.cache_service import CacheService
-from ucm_ray.serve.directory_copy import DirectoryCopy
 from ucm_ray.serve.errors import ServiceError
-from ucm_ray.serve.residency import Residency
 
 VOCABULARY = 1000
 SINK = [1, 2, 3]
@@ -103,16 +101,6 @@ class Engine:
             namespace = Namespace.from_dict(ENGINE["namespace"] | {"salt": salt}).hex
             self._directory.save(namespace, ids[len(SINK):], self._size)
         return {"receipt": self.receipt, "seconds": 0.1}
-
-
-@pytest.fixture
-def copy():
-    def nobody():
-        raise ValueError("no directory")
-
-    copy = DirectoryCopy(nobody, 16, Residency(capacity_bytes=10_000))
-    yield copy
-    copy.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import RequestRouterConfig
 
@@ -51,16 +50,6 @@ class Pair:
             ranks = asyncio.run(self.router.choose_replicas(self.replicas, pending))
             self.router.on_request_routed(pending, ranks[0][0].replica_id, None)
         return [[replica.replica_id.unique_id for replica in rank] for rank in ranks]
-
-
-@pytest.fixture
-def copy():
-    def nobody():
-        raise ValueError("no directory")
-
-    copy = DirectoryCopy(nobody, 16, Residency(capacity_bytes=10_000))
-    yield copy
-    copy.close()
 
 
 def tell(copy: DirectoryCopy, *computed: tuple[str, np.ndarray]) -> list[PromptChunk]:

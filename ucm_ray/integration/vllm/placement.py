@@ -42,6 +42,14 @@ class Placer:
         if task.reused_keys is not None:
             task.reused_keys[at] = keys[task.policy.check_layer].float().cpu()
 
+    def copy_in(self, block_ids: np.ndarray, start: int, kv: torch.Tensor) -> None:
+        """Write what `copy_out` took to the positions it was taken from."""
+        kv = kv.to(self.paged.device)
+        positions = np.arange(start, start + kv.shape[2])
+        slots = slots_of(block_ids, positions, self.paged.block_size).to(self.paged.device)
+        for layer in range(len(self.paged.names)):
+            self.paged.write(layer, slots, kv[layer, 0], kv[layer, 1])
+
     def copy_out(self, block_ids: np.ndarray, start: int, out: torch.Tensor) -> None:
         """Fill `out`, host memory `[num_layers, 2, num_tokens, num_kv_heads, head_dim]`, with the KV of a sequence's
         tokens from position `start` on. Raises ValueError for a shape that is not this cache's."""

@@ -441,10 +441,7 @@ class WorkerSide:
         sink = job.token_ids[: job.num_sink_tokens]
         if self._sink is None or not np.array_equal(self._sink[0], sink):
             return 0
-        kv = self._sink[1].to(self._paged.device)
-        slots = slots_of(job.block_ids, np.arange(len(sink)), self._paged.block_size).to(self._paged.device)
-        for layer in range(len(self._paged.names)):
-            self._paged.write(layer, slots, kv[layer, 0], kv[layer, 1])
+        self._placer.copy_in(job.block_ids, 0, self._sink[1])
         return len(sink)
 
     def _keep_sink(self, job: IngestJob) -> None:
